@@ -1,0 +1,1 @@
+"""kvcore: the KV cache of large language models as real software."""
