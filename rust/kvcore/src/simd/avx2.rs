@@ -1,0 +1,208 @@
+//! AVX2 with FMA and F16C: 16 lanes in two registers; bf16 and fp8 pairs are widened to f32.
+
+use std::arch::x86_64::*;
+
+use super::vector::{LANES, Simd, Work};
+
+/// Proof that the CPU has AVX2, FMA and F16C.
+#[derive(Clone, Copy, Debug)]
+pub struct Avx2(());
+
+impl Avx2 {
+    /// `None` if the CPU lacks a feature.
+    pub fn new() -> Option<Self> {
+        let has =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        has.then_some(Self(()))
+    }
+}
+
+/// Lanes 0..8 and 8..16.
+type Lanes = (__m256, __m256);
+
+/// The same binary intrinsic on both halves.
+macro_rules! both {
+    ($op:ident, $a:expr, $b:expr) => {
+        // SAFETY: the method's `self` proves the feature.
+        unsafe { ($op($a.0, $b.0), $op($a.1, $b.1)) }
+    };
+}
+
+/// e4m3 codes, one in each 32-bit lane, as f32.
+///
+/// # Safety
+/// The CPU must have AVX2.
+#[inline(always)]
+unsafe fn widen_fp8(codes: __m256i) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let magnitude = _mm256_and_si256(codes, _mm256_set1_epi32(0x7f));
+        let normal = _mm256_add_epi32(_mm256_slli_epi32::<20>(magnitude), _mm256_set1_epi32(120 << 23));
+        let tiny = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), _mm256_set1_ps(1.0 / 512.0)));
+        let is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
+        let is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
+        let value = _mm256_blendv_epi8(normal, tiny, is_tiny);
+        let value = _mm256_blendv_epi8(value, _mm256_set1_epi32(0x7fc0_0000), is_nan);
+        let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(codes, _mm256_set1_epi32(0x80)));
+        _mm256_castsi256_ps(_mm256_or_si256(value, sign))
+    }
+}
+
+/// # Safety
+/// The CPU must have AVX2.
+#[inline(always)]
+unsafe fn round_bf16(x: __m256) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bits = _mm256_castps_si256(x);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+        let kept = _mm256_blendv_epi8(rounded, quiet, nan);
+        _mm256_castsi256_ps(_mm256_and_si256(kept, _mm256_set1_epi32(0xffff_0000_u32 as i32)))
+    }
+}
+
+impl Simd for Avx2 {
+    const NAME: &'static str = "avx2";
+    const ACCUMULATORS: usize = 4;
+    type F32 = Lanes;
+    type Pair = (Lanes, Lanes);
+
+    #[inline]
+    fn run<W: Work>(self, work: W) -> W::Output {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn enabled<W: Work>(s: Avx2, work: W) -> W::Output {
+            work.run(s)
+        }
+        // SAFETY: `self` proves the features.
+        unsafe { enabled(self, work) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        // SAFETY: `self` proves the feature.
+        let v = unsafe { _mm256_set1_ps(x) };
+        (v, v)
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Lanes {
+        // SAFETY: `self` proves the feature; 16 floats are readable behind `x`, at any alignment.
+        unsafe { (_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))) }
+    }
+    #[inline(always)]
+    fn store(self, x: Lanes, out: &mut [f32; LANES]) {
+        // SAFETY: `self` proves the feature; 16 floats are writable behind `out`, at any alignment.
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), x.0);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), x.1);
+        }
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> Lanes {
+        // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            let p: *const __m128i = x.as_ptr().cast();
+            (_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p.add(1))))
+        }
+    }
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        both!(_mm256_add_ps, a, b)
+    }
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        both!(_mm256_sub_ps, a, b)
+    }
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        both!(_mm256_mul_ps, a, b)
+    }
+    #[inline(always)]
+    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+        both!(_mm256_div_ps, a, b)
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        // SAFETY: `self` proves the feature.
+        unsafe { (_mm256_fmadd_ps(a.0, b.0, c.0), _mm256_fmadd_ps(a.1, b.1, c.1)) }
+    }
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        both!(_mm256_max_ps, a, b)
+    }
+    #[inline(always)]
+    fn first_lanes(self, n: usize, a: Lanes, b: Lanes) -> Lanes {
+        // SAFETY: `self` proves the feature.
+        unsafe {
+            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let n = n.min(LANES) as i32;
+            let mask = |n: i32| _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane));
+            (_mm256_blendv_ps(b.0, a.0, mask(n)), _mm256_blendv_ps(b.1, a.1, mask(n - 8)))
+        }
+    }
+    #[inline(always)]
+    fn round(self, x: Lanes) -> Lanes {
+        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        // SAFETY: `self` proves the feature.
+        unsafe { (_mm256_round_ps::<NEAREST>(x.0), _mm256_round_ps::<NEAREST>(x.1)) }
+    }
+    #[inline(always)]
+    fn pow2(self, n: Lanes) -> Lanes {
+        // SAFETY: `self` proves the feature.
+        unsafe {
+            let pow2 = |n| {
+                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+            };
+            (pow2(n.0), pow2(n.1))
+        }
+    }
+    #[inline(always)]
+    fn round_bf16(self, x: Lanes) -> Lanes {
+        // SAFETY: `self` proves the feature.
+        unsafe { (round_bf16(x.0), round_bf16(x.1)) }
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: Lanes, out: &mut [u16; LANES]) {
+        // SAFETY: `self` proves the feature; 32 bytes are writable behind `out`, at any alignment.
+        unsafe {
+            let halves = |x| _mm256_srli_epi32::<16>(_mm256_castps_si256(x));
+            let packed = _mm256_packus_epi32(halves(x.0), halves(x.1));
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
+        }
+    }
+
+    #[inline(always)]
+    fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            let p: *const __m256i = x.as_ptr().cast();
+            let (a, b) = (_mm256_loadu_si256(p), _mm256_loadu_si256(p.add(1)));
+            let first = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v));
+            let second = |v| _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff_0000_u32 as i32)));
+            ((first(a), first(b)), (second(a), second(b)))
+        }
+    }
+    #[inline(always)]
+    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            let p: *const __m128i = x.as_ptr().cast();
+            let (a, b) = (_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(1))));
+            let second = |v| widen_fp8(_mm256_srli_epi32::<8>(v));
+            ((widen_fp8(a), widen_fp8(b)), (second(a), second(b)))
+        }
+    }
+    #[inline(always)]
+    fn pair_first(self, x: Self::Pair) -> Self::Pair {
+        (x.0, self.splat(0.0))
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
+        let first = self.splat(f32::from_bits(q << 16));
+        let second = self.splat(f32::from_bits(q & 0xffff_0000));
+        self.mul_add(x.1, second, self.mul_add(x.0, first, acc))
+    }
+}

@@ -1,0 +1,186 @@
+//! AVX-512 without bf16 instructions (F, BW, DQ, VL): bf16 and fp8 pairs are widened to f32.
+
+use std::arch::x86_64::*;
+
+use super::vector::{LANES, Simd, Work};
+
+/// Proof that the CPU has AVX-512 F, BW, DQ and VL, and FMA.
+#[derive(Clone, Copy, Debug)]
+pub struct Avx512(());
+
+impl Avx512 {
+    /// `None` if the CPU lacks a feature.
+    pub fn new() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma");
+        has.then_some(Self(()))
+    }
+}
+
+/// The operations on 16 f32 lanes in one register, for both AVX-512 levels.
+macro_rules! f32_in_one_register {
+    () => {
+        #[inline(always)]
+        fn splat(self, x: f32) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        fn load(self, x: &[f32; LANES]) -> __m512 {
+            // SAFETY: `self` proves the feature; 16 floats are readable behind `x`, at any alignment.
+            unsafe { _mm512_loadu_ps(x.as_ptr()) }
+        }
+        #[inline(always)]
+        fn store(self, x: __m512, out: &mut [f32; LANES]) {
+            // SAFETY: `self` proves the feature; 16 floats are writable behind `out`, at any alignment.
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) }
+        }
+        #[inline(always)]
+        fn load_f16(self, x: &[u16; LANES]) -> __m512 {
+            // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
+            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())) }
+        }
+        #[inline(always)]
+        fn add(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_add_ps(a, b) }
+        }
+        #[inline(always)]
+        fn sub(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_sub_ps(a, b) }
+        }
+        #[inline(always)]
+        fn mul(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        fn div(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_div_ps(a, b) }
+        }
+        #[inline(always)]
+        fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        fn max(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_max_ps(a, b) }
+        }
+        #[inline(always)]
+        fn first_lanes(self, n: usize, a: __m512, b: __m512) -> __m512 {
+            let mask = if n >= LANES { u16::MAX } else { (1u16 << n) - 1 };
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_mask_blend_ps(mask, b, a) }
+        }
+        #[inline(always)]
+        fn round(self, x: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
+        }
+        #[inline(always)]
+        fn pow2(self, n: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe {
+                let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
+            }
+        }
+        #[inline(always)]
+        fn round_bf16(self, x: __m512) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe {
+                let bits = _mm512_castps_si512(x);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+                let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+                let kept = _mm512_mask_blend_epi32(nan, rounded, quiet);
+                _mm512_castsi512_ps(_mm512_and_si512(kept, _mm512_set1_epi32(0xffff_0000_u32 as i32)))
+            }
+        }
+        #[inline(always)]
+        fn store_bf16(self, x: __m512, out: &mut [u16; LANES]) {
+            // SAFETY: `self` proves the feature; 32 bytes are writable behind `out`, at any alignment.
+            unsafe {
+                let halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(x)));
+                _mm256_storeu_si256(out.as_mut_ptr().cast(), halves);
+            }
+        }
+    };
+}
+pub(super) use f32_in_one_register;
+
+/// e4m3 codes, one in each 32-bit lane, as f32.
+///
+/// # Safety
+/// The CPU must have AVX-512 F.
+#[inline(always)]
+unsafe fn widen_fp8(codes: __m512i) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let magnitude = _mm512_and_si512(codes, _mm512_set1_epi32(0x7f));
+        let normal = _mm512_add_epi32(_mm512_slli_epi32::<20>(magnitude), _mm512_set1_epi32(120 << 23));
+        let tiny = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(1.0 / 512.0)));
+        let is_tiny = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8));
+        let is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+        let value = _mm512_mask_blend_epi32(is_tiny, normal, tiny);
+        let value = _mm512_mask_blend_epi32(is_nan, value, _mm512_set1_epi32(0x7fc0_0000));
+        let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(codes, _mm512_set1_epi32(0x80)));
+        _mm512_castsi512_ps(_mm512_or_si512(value, sign))
+    }
+}
+
+impl Simd for Avx512 {
+    const NAME: &'static str = "avx512f";
+    const ACCUMULATORS: usize = 16;
+    type F32 = __m512;
+    type Pair = (__m512, __m512);
+
+    #[inline]
+    fn run<W: Work>(self, work: W) -> W::Output {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+        fn enabled<W: Work>(s: Avx512, work: W) -> W::Output {
+            work.run(s)
+        }
+        // SAFETY: `self` proves the features.
+        unsafe { enabled(self, work) }
+    }
+
+    f32_in_one_register!();
+
+    #[inline(always)]
+    fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            let pairs = _mm512_loadu_si512(x.as_ptr().cast());
+            let second = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(second))
+        }
+    }
+    #[inline(always)]
+    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            let pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
+            (widen_fp8(pairs), widen_fp8(_mm512_srli_epi32::<8>(pairs)))
+        }
+    }
+    #[inline(always)]
+    fn pair_first(self, x: Self::Pair) -> Self::Pair {
+        (x.0, self.splat(0.0))
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: __m512, x: Self::Pair, q: u32) -> __m512 {
+        let first = self.splat(f32::from_bits(q << 16));
+        let second = self.splat(f32::from_bits(q & 0xffff_0000));
+        self.mul_add(x.1, second, self.mul_add(x.0, first, acc))
+    }
+}

@@ -1,0 +1,97 @@
+//! AVX-512 with bf16 dot products and byte permutes (BF16, VBMI): fp8 widens to bf16 by table look-up.
+
+use std::arch::x86_64::*;
+
+use super::avx512::{Avx512, f32_in_one_register};
+use super::vector::{LANES, Simd, Work};
+
+/// Proof that the CPU has what [`Avx512`] asks for, and AVX-512 BF16 and VBMI.
+#[derive(Clone, Copy, Debug)]
+pub struct Avx512Bf16(());
+
+impl Avx512Bf16 {
+    /// `None` if the CPU lacks a feature.
+    pub fn new() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi");
+        Avx512::new().filter(|_| has).map(|_| Self(()))
+    }
+}
+
+/// bf16 bits of the 128 non-negative e4m3 codes: their low and high bytes.
+static FP8_TO_BF16: [[u8; 128]; 2] = {
+    let mut table = [[0; 128]; 2];
+    let mut code = 0;
+    while code < 128 {
+        let bits = crate::storage::fp8::e4m3_to_bf16_bits(code as u8);
+        table[0][code] = bits as u8;
+        table[1][code] = (bits >> 8) as u8;
+        code += 1;
+    }
+    table
+};
+
+/// 0, 0, 1, 1, .. 31, 31: every byte twice.
+static TWICE: [u8; 64] = {
+    let mut index = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        index[i] = (i / 2) as u8;
+        i += 1;
+    }
+    index
+};
+
+impl Simd for Avx512Bf16 {
+    const NAME: &'static str = "avx512bf16";
+    const ACCUMULATORS: usize = 16;
+    type F32 = __m512;
+    type Pair = __m512i;
+
+    #[inline]
+    fn run<W: Work>(self, work: W) -> W::Output {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma")]
+        fn enabled<W: Work>(s: Avx512Bf16, work: W) -> W::Output {
+            work.run(s)
+        }
+        // SAFETY: `self` proves the features.
+        unsafe { enabled(self, work) }
+    }
+
+    f32_in_one_register!();
+
+    #[inline(always)]
+    fn pair_bf16(self, x: &[u16; 2 * LANES]) -> __m512i {
+        // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+        unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> __m512i {
+        // The look-ups use the low seven bits of a code; its sign bit lands on the word's by itself, since the
+        // upper byte of each doubled code is the code.
+        // SAFETY: `self` proves the features; 32 bytes are readable behind `x` and 64 behind each table part.
+        unsafe {
+            let table = |half: usize, part: usize| _mm512_loadu_si512(FP8_TO_BF16[half].as_ptr().add(64 * part).cast());
+            let codes = _mm512_castsi256_si512(_mm256_loadu_si256(x.as_ptr().cast()));
+            let codes = _mm512_permutexvar_epi8(_mm512_loadu_si512(TWICE.as_ptr().cast()), codes);
+            let low = _mm512_permutex2var_epi8(table(0, 0), codes, table(0, 1));
+            let high = _mm512_permutex2var_epi8(table(1, 0), codes, table(1, 1));
+            let value = _mm512_mask_blend_epi8(0xaaaa_aaaa_aaaa_aaaa, low, high);
+            // value | (codes & sign)
+            _mm512_ternarylogic_epi32::<0xf8>(value, codes, _mm512_set1_epi16(i16::MIN))
+        }
+    }
+    #[inline(always)]
+    fn pair_first(self, x: __m512i) -> __m512i {
+        // SAFETY: `self` proves the feature.
+        unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff)) }
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: __m512, x: __m512i, q: u32) -> __m512 {
+        // SAFETY: `self` proves the feature; both types are 512 plain bits.
+        unsafe {
+            let x: __m512bh = std::mem::transmute(x);
+            let q: __m512bh = std::mem::transmute(_mm512_set1_epi32(q as i32));
+            _mm512_dpbf16_ps(acc, x, q)
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Number formats as the kernels see them: how one step of a sum is loaded and multiplied.
+//!
+//! f32 and f16 take one value a step and 16 lanes; bf16 and fp8 take two (a pair of dimensions, tokens or inputs
+//! side by side), because bf16 dot-product instructions add two products at once.
+#![forbid(unsafe_code)]
+
+use super::vector::{LANES, Simd};
+
+/// A stored number format. `STEP` values of the summed dimension lie side by side for each of the 16 lanes.
+pub trait Format: Copy + Send + Sync + 'static {
+    /// The bytes of one step: 16 lanes x `STEP` values.
+    type Raw: bytemuck::Pod;
+    /// The broadcast factor of one step: `STEP` values.
+    type Coef: bytemuck::Pod + Send + Sync;
+    /// A loaded step.
+    type Loaded<S: Simd>: Copy;
+    /// Values of the summed dimension in one step.
+    const STEP: usize;
+
+    /// Load one step.
+    fn load<S: Simd>(s: S, raw: &Self::Raw) -> Self::Loaded<S>;
+    /// A loaded step with all but the first value of each lane set to zero.
+    fn first<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
+    /// `acc + x * coef`.
+    fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: Self::Coef) -> S::F32;
+    /// The factor for `STEP` f32 values, rounded as the format multiplies.
+    fn coef(values: &[f32]) -> Self::Coef;
+}
+
+/// 32-bit floats; full f32 arithmetic.
+#[derive(Clone, Copy, Debug)]
+pub struct F32;
+/// IEEE half precision, widened to f32.
+#[derive(Clone, Copy, Debug)]
+pub struct F16;
+/// bfloat16 pairs; the other factor is rounded to bf16, sums are f32.
+#[derive(Clone, Copy, Debug)]
+pub struct Bf16;
+/// OCP fp8 e4m3 pairs, exactly widened to bf16; the other factor is rounded to bf16, sums are f32.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8E4M3;
+
+macro_rules! single {
+    ($name:ident, $elem:ty, $load:ident) => {
+        impl Format for $name {
+            type Raw = [$elem; LANES];
+            type Coef = f32;
+            type Loaded<S: Simd> = S::F32;
+            const STEP: usize = 1;
+
+            #[inline(always)]
+            fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::F32 {
+                s.$load(raw)
+            }
+            #[inline(always)]
+            fn first<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
+            #[inline(always)]
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: f32) -> S::F32 {
+                s.mul_add(x, s.splat(coef), acc)
+            }
+            #[inline(always)]
+            fn coef(values: &[f32]) -> f32 {
+                values[0]
+            }
+        }
+    };
+}
+single!(F32, f32, load);
+single!(F16, u16, load_f16);
+
+macro_rules! paired {
+    ($name:ident, $elem:ty, $load:ident) => {
+        impl Format for $name {
+            type Raw = [$elem; 2 * LANES];
+            type Coef = u32;
+            type Loaded<S: Simd> = S::Pair;
+            const STEP: usize = 2;
+
+            #[inline(always)]
+            fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::Pair {
+                s.$load(raw)
+            }
+            #[inline(always)]
+            fn first<S: Simd>(s: S, x: S::Pair) -> S::Pair {
+                s.pair_first(x)
+            }
+            #[inline(always)]
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: u32) -> S::F32 {
+                s.dot_pair(acc, x, coef)
+            }
+            #[inline(always)]
+            fn coef(values: &[f32]) -> u32 {
+                let half = |i: usize| u32::from(half::bf16::from_f32(values.get(i).copied().unwrap_or(0.0)).to_bits());
+                half(0) | (half(1) << 16)
+            }
+        }
+    };
+}
+paired!(Bf16, u16, pair_bf16);
+paired!(Fp8E4M3, u8, pair_fp8);

@@ -1,0 +1,114 @@
+//! The run-time choice of a SIMD level.
+#![forbid(unsafe_code)]
+
+#[cfg(target_arch = "aarch64")]
+use super::neon::Neon;
+#[cfg(target_arch = "x86_64")]
+use super::{avx2::Avx2, avx512::Avx512, avx512_bf16::Avx512Bf16};
+use super::{scalar::Scalar, vector::Simd, vector::Work};
+use crate::{Error, Result};
+
+/// The environment variable that forces a level.
+pub const ENV: &str = "KVCORE_SIMD";
+
+/// A level that this CPU has. Only [`Level::select`], [`Level::best`] and [`Level::available`] make one.
+#[derive(Clone, Copy, Debug)]
+pub struct Level(Kind);
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Scalar(Scalar),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(Avx512Bf16),
+    #[cfg(target_arch = "aarch64")]
+    Neon(Neon),
+}
+
+/// Names that [`Level::select`] takes, on any machine. `avx512` means the best form that the CPU has; `avx512f` the
+/// one without bf16 instructions.
+const NAMES: [&str; 6] = ["auto", "scalar", "avx2", "avx512", "avx512f", "neon"];
+
+impl Level {
+    /// All levels of this CPU, the portable one first and the best last.
+    pub fn available() -> Vec<Level> {
+        let mut levels = vec![Kind::Scalar(Scalar)];
+        #[cfg(target_arch = "x86_64")]
+        {
+            levels.extend(Avx2::new().map(Kind::Avx2));
+            levels.extend(Avx512::new().map(Kind::Avx512));
+            levels.extend(Avx512Bf16::new().map(Kind::Avx512Bf16));
+        }
+        #[cfg(target_arch = "aarch64")]
+        levels.extend(Neon::new().map(Kind::Neon));
+        levels.into_iter().map(Level).collect()
+    }
+
+    /// The best level of this CPU.
+    pub fn best() -> Level {
+        *Self::available().last().expect("the portable level is always there")
+    }
+
+    /// The level with this name: `auto` | `scalar` | `avx2` | `avx512` | `avx512f` | `neon`.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedSimd`] for an unknown name, or a level that this CPU lacks.
+    pub fn select(name: &str) -> Result<Level> {
+        let available = Self::available();
+        let named: Vec<&str> = available.iter().map(Level::name).collect();
+        if !NAMES.contains(&name) {
+            return Err(Error::UnsupportedSimd(format!("{ENV}={name:?}: expected one of {}", NAMES.join(", "))));
+        }
+        let wanted = |level: &&Level| match name {
+            "auto" => true,
+            "avx512" => level.name().starts_with("avx512"),
+            other => level.name() == other,
+        };
+        available.iter().rev().find(wanted).copied().ok_or_else(|| {
+            Error::UnsupportedSimd(format!("{ENV}={name}: this CPU does not have it; it has {}", named.join(", ")))
+        })
+    }
+
+    /// The level that the environment variable `KVCORE_SIMD` asks for, or the best.
+    ///
+    /// # Errors
+    /// As [`Level::select`].
+    pub fn from_env() -> Result<Level> {
+        match std::env::var(ENV) {
+            Ok(name) => Self::select(&name),
+            Err(std::env::VarError::NotPresent) => Ok(Self::best()),
+            Err(std::env::VarError::NotUnicode(_)) => Self::select("(not unicode)"),
+        }
+    }
+
+    /// `scalar`, `avx2`, `avx512f`, `avx512bf16` or `neon`.
+    pub fn name(&self) -> &'static str {
+        struct Name;
+        impl Work for Name {
+            type Output = &'static str;
+            fn run<S: Simd>(self, _: S) -> &'static str {
+                S::NAME
+            }
+        }
+        self.dispatch(Name)
+    }
+
+    /// Run `work` on this level.
+    #[inline]
+    pub fn dispatch<W: Work>(&self, work: W) -> W::Output {
+        match self.0 {
+            Kind::Scalar(s) => s.run(work),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(s) => s.run(work),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(s) => s.run(work),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(s) => s.run(work),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(s) => s.run(work),
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! NEON: 16 lanes in four registers; bf16 and fp8 pairs are widened to f32.
+
+use std::arch::aarch64::*;
+
+use super::vector::{LANES, Simd, Work};
+
+/// Proof that the CPU has NEON.
+#[derive(Clone, Copy, Debug)]
+pub struct Neon(());
+
+impl Neon {
+    /// `None` if the CPU lacks the feature.
+    pub fn new() -> Option<Self> {
+        std::arch::is_aarch64_feature_detected!("neon").then_some(Self(()))
+    }
+}
+
+/// Lanes 0..4, 4..8, 8..12 and 12..16.
+type Lanes = [float32x4_t; 4];
+
+/// One expression for each of the four registers.
+macro_rules! each {
+    (|$i:ident| $body:expr) => {
+        // SAFETY: the method's `self` proves the feature; what is read or written lies within 16-lane arrays.
+        unsafe {
+            [
+                {
+                    const $i: usize = 0;
+                    $body
+                },
+                {
+                    const $i: usize = 1;
+                    $body
+                },
+                {
+                    const $i: usize = 2;
+                    $body
+                },
+                {
+                    const $i: usize = 3;
+                    $body
+                },
+            ]
+        }
+    };
+}
+
+/// e4m3 codes, one in each 32-bit lane, as f32.
+///
+/// # Safety
+/// The CPU must have NEON.
+#[inline(always)]
+unsafe fn widen_fp8(codes: uint32x4_t) -> float32x4_t {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let magnitude = vandq_u32(codes, vdupq_n_u32(0x7f));
+        let normal = vaddq_u32(vshlq_n_u32::<20>(magnitude), vdupq_n_u32(120 << 23));
+        let tiny = vreinterpretq_u32_f32(vmulq_n_f32(vcvtq_f32_u32(magnitude), 1.0 / 512.0));
+        let value = vbslq_u32(vcltq_u32(magnitude, vdupq_n_u32(8)), tiny, normal);
+        let value = vbslq_u32(vceqq_u32(magnitude, vdupq_n_u32(0x7f)), vdupq_n_u32(0x7fc0_0000), value);
+        let sign = vshlq_n_u32::<24>(vandq_u32(codes, vdupq_n_u32(0x80)));
+        vreinterpretq_f32_u32(vorrq_u32(value, sign))
+    }
+}
+
+/// # Safety
+/// The CPU must have NEON.
+#[inline(always)]
+unsafe fn round_bf16(x: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bits = vreinterpretq_u32_f32(x);
+        let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
+        let rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+        let quiet = vorrq_u32(bits, vdupq_n_u32(0x0040_0000));
+        let kept = vbslq_u32(vceqq_f32(x, x), rounded, quiet);
+        vreinterpretq_f32_u32(vandq_u32(kept, vdupq_n_u32(0xffff_0000)))
+    }
+}
+
+impl Simd for Neon {
+    const NAME: &'static str = "neon";
+    const ACCUMULATORS: usize = 4;
+    type F32 = Lanes;
+    type Pair = (Lanes, Lanes);
+
+    #[inline]
+    fn run<W: Work>(self, work: W) -> W::Output {
+        #[target_feature(enable = "neon")]
+        fn enabled<W: Work>(s: Neon, work: W) -> W::Output {
+            work.run(s)
+        }
+        // SAFETY: `self` proves the feature.
+        unsafe { enabled(self, work) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        // SAFETY: `self` proves the feature.
+        unsafe { [vdupq_n_f32(x); 4] }
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Lanes {
+        each!(|I| vld1q_f32(x.as_ptr().add(4 * I)))
+    }
+    #[inline(always)]
+    fn store(self, x: Lanes, out: &mut [f32; LANES]) {
+        each!(|I| vst1q_f32(out.as_mut_ptr().add(4 * I), x[I]));
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> Lanes {
+        // The f16 vector types are not in every stable compiler, so the conversion goes value by value.
+        let mut wide = [0.0; LANES];
+        for i in 0..LANES {
+            wide[i] = half::f16::from_bits(x[i]).to_f32();
+        }
+        self.load(&wide)
+    }
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(|I| vaddq_f32(a[I], b[I]))
+    }
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(|I| vsubq_f32(a[I], b[I]))
+    }
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(|I| vmulq_f32(a[I], b[I]))
+    }
+    #[inline(always)]
+    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(|I| vdivq_f32(a[I], b[I]))
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        each!(|I| vfmaq_f32(c[I], a[I], b[I]))
+    }
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        each!(|I| vmaxq_f32(a[I], b[I]))
+    }
+    #[inline(always)]
+    fn first_lanes(self, n: usize, a: Lanes, b: Lanes) -> Lanes {
+        const LANE: [u32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+        each!(|I| {
+            let below = vcltq_u32(vld1q_u32(LANE.as_ptr().add(4 * I)), vdupq_n_u32(n as u32));
+            vbslq_f32(below, a[I], b[I])
+        })
+    }
+    #[inline(always)]
+    fn round(self, x: Lanes) -> Lanes {
+        each!(|I| vrndnq_f32(x[I]))
+    }
+    #[inline(always)]
+    fn pow2(self, n: Lanes) -> Lanes {
+        each!(|I| {
+            let biased = vaddq_s32(vcvtq_s32_f32(n[I]), vdupq_n_s32(127));
+            vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased))
+        })
+    }
+    #[inline(always)]
+    fn round_bf16(self, x: Lanes) -> Lanes {
+        each!(|I| round_bf16(x[I]))
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: Lanes, out: &mut [u16; LANES]) {
+        each!(|I| {
+            let halves = vshrn_n_u32::<16>(vreinterpretq_u32_f32(x[I]));
+            vst1_u16(out.as_mut_ptr().add(4 * I), halves)
+        });
+    }
+
+    #[inline(always)]
+    fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
+        let pairs = each!(|I| vreinterpretq_u32_u16(vld1q_u16(x.as_ptr().add(8 * I))));
+        let first = each!(|I| vreinterpretq_f32_u32(vshlq_n_u32::<16>(pairs[I])));
+        let second = each!(|I| vreinterpretq_f32_u32(vandq_u32(pairs[I], vdupq_n_u32(0xffff_0000))));
+        (first, second)
+    }
+    #[inline(always)]
+    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        let pairs = each!(|I| vmovl_u16(vreinterpret_u16_u8(vld1_u8(x.as_ptr().add(8 * I)))));
+        (each!(|I| widen_fp8(pairs[I])), each!(|I| widen_fp8(vshrq_n_u32::<8>(pairs[I]))))
+    }
+    #[inline(always)]
+    fn pair_first(self, x: Self::Pair) -> Self::Pair {
+        (x.0, self.splat(0.0))
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
+        let first = self.splat(f32::from_bits(q << 16));
+        let second = self.splat(f32::from_bits(q & 0xffff_0000));
+        self.mul_add(x.1, second, self.mul_add(x.0, first, acc))
+    }
+}

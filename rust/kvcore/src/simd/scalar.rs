@@ -1,0 +1,149 @@
+//! The portable level: plain arrays that the compiler may vectorise for the baseline CPU. It is the twin that
+//! every other level is tested against.
+#![forbid(unsafe_code)]
+
+use super::vector::{LANES, Simd, Work};
+use crate::storage::fp8;
+
+/// Runs on every CPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Scalar;
+
+type Lanes = [f32; LANES];
+
+#[inline(always)]
+fn zip(a: Lanes, b: Lanes, f: impl Fn(f32, f32) -> f32) -> Lanes {
+    let mut out = [0.0; LANES];
+    for i in 0..LANES {
+        out[i] = f(a[i], b[i]);
+    }
+    out
+}
+
+#[inline(always)]
+fn map(a: Lanes, f: impl Fn(f32) -> f32) -> Lanes {
+    zip(a, a, |x, _| f(x))
+}
+
+#[inline(always)]
+fn bf16(bits: u32) -> f32 {
+    f32::from_bits(bits << 16)
+}
+
+impl Simd for Scalar {
+    const NAME: &'static str = "scalar";
+    const ACCUMULATORS: usize = 4;
+    type F32 = Lanes;
+    type Pair = (Lanes, Lanes);
+
+    #[inline]
+    fn run<W: Work>(self, work: W) -> W::Output {
+        work.run(self)
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Lanes {
+        [x; LANES]
+    }
+    #[inline(always)]
+    fn load(self, x: &Lanes) -> Lanes {
+        *x
+    }
+    #[inline(always)]
+    fn store(self, x: Lanes, out: &mut Lanes) {
+        *out = x;
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> Lanes {
+        let mut out = [0.0; LANES];
+        for i in 0..LANES {
+            out[i] = half::f16::from_bits(x[i]).to_f32();
+        }
+        out
+    }
+    #[inline(always)]
+    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| a / b)
+    }
+    // Two roundings: a fused product without the instruction is a slow library call.
+    #[inline(always)]
+    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+        let mut out = [0.0; LANES];
+        for i in 0..LANES {
+            out[i] = a[i] * b[i] + c[i];
+        }
+        out
+    }
+    #[inline(always)]
+    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn first_lanes(self, n: usize, a: Lanes, b: Lanes) -> Lanes {
+        let mut out = b;
+        for i in 0..n.min(LANES) {
+            out[i] = a[i];
+        }
+        out
+    }
+    #[inline(always)]
+    fn round(self, x: Lanes) -> Lanes {
+        // Adding and taking away 1.5 * 2^23 rounds to even for |x| < 2^22, which is all that exp2 asks for.
+        const MAGIC: f32 = 12_582_912.0;
+        map(x, |x| (x + MAGIC) - MAGIC)
+    }
+    #[inline(always)]
+    fn pow2(self, n: Lanes) -> Lanes {
+        map(n, |n| f32::from_bits((((n as i32) + 127) << 23) as u32))
+    }
+    #[inline(always)]
+    fn round_bf16(self, x: Lanes) -> Lanes {
+        map(x, |x| half::bf16::from_f32(x).to_f32())
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: Lanes, out: &mut [u16; LANES]) {
+        for i in 0..LANES {
+            out[i] = (x[i].to_bits() >> 16) as u16;
+        }
+    }
+
+    #[inline(always)]
+    fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
+        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+        for i in 0..LANES {
+            a[i] = bf16(u32::from(x[2 * i]));
+            b[i] = bf16(u32::from(x[2 * i + 1]));
+        }
+        (a, b)
+    }
+    #[inline(always)]
+    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+        for i in 0..LANES {
+            a[i] = fp8::e4m3_to_f32(x[2 * i]);
+            b[i] = fp8::e4m3_to_f32(x[2 * i + 1]);
+        }
+        (a, b)
+    }
+    #[inline(always)]
+    fn pair_first(self, x: Self::Pair) -> Self::Pair {
+        (x.0, [0.0; LANES])
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
+        let acc = self.mul_add(x.0, [bf16(q & 0xffff); LANES], acc);
+        self.mul_add(x.1, [bf16(q >> 16); LANES], acc)
+    }
+}

@@ -1,0 +1,134 @@
+//! One suite for every level: each operation against plain arithmetic on the scalar truth.
+#![forbid(unsafe_code)]
+
+use super::*;
+use crate::storage::fp8;
+
+/// Checks that do not depend on rounding must be bitwise equal to plain arithmetic on every level.
+struct Suite;
+
+fn lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
+    std::array::from_fn(f)
+}
+
+const ODD: [f32; LANES] = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    1.5,
+    3.0e38,
+    -3.0e38,
+    1.0e-38,
+    1.0e-40,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    f32::NAN,
+    65504.0,
+    1.003_906_3,
+    1.011_718_8,
+    -7.25,
+];
+
+fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
+}
+
+impl Work for Suite {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let out = |v: S::F32| {
+            let mut x = [0.0; LANES];
+            s.store(v, &mut x);
+            x
+        };
+        let other = lanes(|i| 0.37 * i as f32 - 2.0);
+        let (a, b) = (s.load(&ODD), s.load(&other));
+        for i in 0..LANES {
+            assert!(same(out(s.add(a, b))[i], ODD[i] + other[i]), "{} add {i}", S::NAME);
+            assert!(same(out(s.sub(a, b))[i], ODD[i] - other[i]), "{} sub {i}", S::NAME);
+            assert!(same(out(s.mul(a, b))[i], ODD[i] * other[i]), "{} mul {i}", S::NAME);
+            assert!(same(out(s.div(a, b))[i], ODD[i] / other[i]), "{} div {i}", S::NAME);
+            let fused = out(s.mul_add(b, b, s.splat(0.5)))[i];
+            assert!((fused - (other[i] * other[i] + 0.5)).abs() <= 1e-6 * fused.abs(), "{} mul_add {i}", S::NAME);
+            let larger = out(s.max(b, a))[i];
+            assert!(same(larger, if ODD[i].is_nan() || ODD[i] > other[i] { ODD[i] } else { other[i] }), "max {i}");
+            assert!(same(out(s.round_bf16(a))[i], half::bf16::from_f32(ODD[i]).to_f32()), "{} bf16 {i}", S::NAME);
+        }
+        for n in 0..=LANES {
+            let mixed = out(s.first_lanes(n, s.splat(1.0), s.splat(f32::NAN)));
+            assert!((0..LANES).all(|i| if i < n { mixed[i] == 1.0 } else { mixed[i].is_nan() }), "{} {n}", S::NAME);
+        }
+        let mut halves = [0; LANES];
+        s.store_bf16(s.round_bf16(a), &mut halves);
+        assert!((0..LANES).all(|i| halves[i] == half::bf16::from_f32(ODD[i]).to_bits()), "{} store_bf16", S::NAME);
+        let f16s = std::array::from_fn(|i| half::f16::from_f32(other[i]).to_bits());
+        let widened = out(s.load_f16(&f16s));
+        assert!((0..LANES).all(|i| widened[i] == half::f16::from_bits(f16s[i]).to_f32()), "{} load_f16", S::NAME);
+        assert_eq!(s.reduce_max(b), other[LANES - 1]);
+        assert!((s.reduce_sum(b) - other.iter().sum::<f32>()).abs() < 1e-5);
+
+        // Each of a pair on its own: multiplied by one and by zero, added to zero.
+        let one = u32::from(half::bf16::from_f32(1.0).to_bits());
+        let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, if second { one << 16 } else { one }));
+        for start in (0..256).step_by(2 * LANES) {
+            let codes: [u8; 2 * LANES] = std::array::from_fn(|i| (start + i) as u8);
+            let pair = s.pair_fp8(&codes);
+            for i in 0..LANES {
+                let truth = [fp8::e4m3_to_f32(codes[2 * i]), fp8::e4m3_to_f32(codes[2 * i + 1])];
+                if truth.iter().all(|x| !x.is_nan()) {
+                    assert_eq!(alone(pair, false)[i], truth[0], "{} code {:#x}", S::NAME, codes[2 * i]);
+                    assert_eq!(alone(pair, true)[i], truth[1], "{} code {:#x}", S::NAME, codes[2 * i + 1]);
+                } else {
+                    assert!(alone(pair, true)[i].is_nan());
+                    assert_eq!(alone(s.pair_first(pair), false)[i], truth[0]);
+                }
+            }
+        }
+        let bf16s: [u16; 2 * LANES] = std::array::from_fn(|i| half::bf16::from_f32(1.3 * i as f32 - 11.0).to_bits());
+        let pair = s.pair_bf16(&bf16s);
+        for i in 0..LANES {
+            assert_eq!(alone(pair, false)[i], half::bf16::from_bits(bf16s[2 * i]).to_f32());
+            assert_eq!(alone(pair, true)[i], half::bf16::from_bits(bf16s[2 * i + 1]).to_f32());
+        }
+
+        // exp2 and silu against f64, over the range and at its ends.
+        for step in 0..2000 {
+            let x = lanes(|i| -140.0 + 0.0821 * (step as f32 + i as f32 / 16.0));
+            let (e, sig) = (out(math::exp2(s, s.load(&x))), out(math::silu(s, s.load(&x))));
+            for i in 0..LANES {
+                let truth = f64::from(x[i]).exp2();
+                let near = (f64::from(e[i]) - truth).abs() <= 2e-7 * truth + 1.2e-38;
+                assert!(near, "{} exp2({}) = {} not {truth}", S::NAME, x[i], e[i]);
+                let truth = f64::from(x[i]) / (1.0 + (-f64::from(x[i])).exp());
+                // The exponent's own rounding grows with it.
+                let near =
+                    (f64::from(sig[i]) - truth).abs() <= (4e-7 + 1e-7 * f64::from(x[i].abs())) * truth.abs() + 1e-35;
+                assert!(near, "{} silu({}) = {} not {truth}", S::NAME, x[i], sig[i]);
+            }
+        }
+        let ends = out(math::exp2(s, s.load(&lanes(|i| [f32::NEG_INFINITY, f32::NAN, 0.0, -127.0][i % 4]))));
+        assert!(ends[0] == 0.0 && ends[1].is_nan() && ends[2] == 1.0 && ends[3] == 0.0, "{} {ends:?}", S::NAME);
+        let ends = out(math::silu(s, s.load(&lanes(|i| [-1e30, f32::NAN, 1e30, 0.0][i % 4]))));
+        assert!(ends[0].abs() < 1e-6 && ends[1].is_nan() && ends[2] == 1e30 && ends[3] == 0.0, "{} {ends:?}", S::NAME);
+    }
+}
+
+#[test]
+fn every_level_agrees_with_plain_arithmetic() {
+    for level in Level::available() {
+        level.dispatch(Suite);
+    }
+}
+
+#[test]
+fn levels_are_forced_by_name() {
+    assert_eq!(Level::select("scalar").unwrap().name(), "scalar");
+    assert_eq!(Level::select("auto").unwrap().name(), Level::best().name());
+    let unknown = Level::select("sse9").unwrap_err().to_string();
+    assert!(unknown.contains("sse9") && unknown.contains("scalar"), "{unknown}");
+    let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
+    let missing = Level::select(foreign).unwrap_err().to_string();
+    assert!(missing.contains("does not have it"), "{missing}");
+}

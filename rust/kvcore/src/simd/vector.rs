@@ -1,0 +1,99 @@
+//! The small vector trait that every algorithm is written over.
+#![forbid(unsafe_code)]
+
+/// Logical lanes of every level: a block of the cache has 16 tokens, a panel of weights 16 outputs.
+pub const LANES: usize = 16;
+
+/// Work that is generic over the ISA: [`Simd::run`] compiles it once per level with that level's features on.
+/// Implementations mark `run` and all they call per element `#[inline(always)]`, so that the features reach them.
+pub trait Work {
+    /// What the work returns.
+    type Output;
+    /// Do it with the vectors of `s`.
+    fn run<S: Simd>(self, s: S) -> Self::Output;
+}
+
+/// Sixteen lanes of f32, and pairs of bf16 that multiply and add into them.
+pub trait Simd: Copy + Send + Sync + 'static {
+    /// Name in messages and benches.
+    const NAME: &'static str;
+    /// Accumulators (of 16 lanes) that a register tile may hold without spilling.
+    const ACCUMULATORS: usize;
+    /// 16 lanes of f32.
+    type F32: Copy;
+    /// 16 pairs of bf16 values, widened or not as the level likes best.
+    type Pair: Copy;
+
+    /// Run `work` with this level's CPU features enabled.
+    fn run<W: Work>(self, work: W) -> W::Output;
+
+    /// `x` in all lanes.
+    fn splat(self, x: f32) -> Self::F32;
+    /// Load 16 values.
+    fn load(self, x: &[f32; LANES]) -> Self::F32;
+    /// Store 16 values.
+    fn store(self, x: Self::F32, out: &mut [f32; LANES]);
+    /// Load 16 IEEE half-precision values, exactly widened.
+    fn load_f16(self, x: &[u16; LANES]) -> Self::F32;
+    /// `a + b`
+    fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a - b`
+    fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a * b`
+    fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a / b`
+    fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a * b + c`, rounded once.
+    fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// The larger of each lane; a NaN in `b` is passed on.
+    fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// Lanes below `n` from `a`, the others from `b`.
+    fn first_lanes(self, n: usize, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// The nearest integer, ties to even.
+    fn round(self, x: Self::F32) -> Self::F32;
+    /// `2^n` for integral `n` in -127..=127; -127 gives 0.
+    fn pow2(self, n: Self::F32) -> Self::F32;
+    /// Round to the nearest bf16 value (ties to even), kept as f32; NaN stays NaN.
+    fn round_bf16(self, x: Self::F32) -> Self::F32;
+    /// Store the upper halves of 16 values that [`Self::round_bf16`] has rounded.
+    fn store_bf16(self, x: Self::F32, out: &mut [u16; LANES]);
+
+    /// Load 16 pairs of bf16.
+    fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair;
+    /// Load 16 pairs of fp8 e4m3, exactly widened to bf16.
+    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair;
+    /// The same pairs with the second value of each set to zero (an odd number of tokens; the other may be NaN).
+    fn pair_first(self, x: Self::Pair) -> Self::Pair;
+    /// `acc + x.0 * q.0 + x.1 * q.1` per lane, `q` a pair of bf16 (first in the low half) for all lanes.
+    fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: u32) -> Self::F32;
+
+    /// The largest lane (any lane if one is NaN).
+    #[inline(always)]
+    fn reduce_max(self, x: Self::F32) -> f32 {
+        let mut lanes = [0.0; LANES];
+        self.store(x, &mut lanes);
+        let mut width = LANES / 2;
+        while width > 0 {
+            for i in 0..width {
+                lanes[i] = if lanes[i] > lanes[i + width] { lanes[i] } else { lanes[i + width] };
+            }
+            width /= 2;
+        }
+        lanes[0]
+    }
+
+    /// The sum of the lanes, by halves: the same order on every level.
+    #[inline(always)]
+    fn reduce_sum(self, x: Self::F32) -> f32 {
+        let mut lanes = [0.0; LANES];
+        self.store(x, &mut lanes);
+        let mut width = LANES / 2;
+        while width > 0 {
+            for i in 0..width {
+                lanes[i] += lanes[i + width];
+            }
+            width /= 2;
+        }
+        lanes[0]
+    }
+}
