@@ -1,2 +1,163 @@
-//! To come.
+//! One persistent worker pool: sized by affinity and CPU quota, safe after fork, interruptible.
+//!
+//! ```text
+//! for_each(items): the caller and up to n - 1 workers take the next item until none is left
+//! ```
+//! The caller works too, so one thread means no hand-over at all. Which thread takes which item is chance; results
+//! never depend on it, because items write disjoint outputs and sums run inside an item.
 #![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::{Error, Result};
+
+/// Asked between items, on the calling thread only: `true` stops the call with [`Error::Interrupted`].
+pub type ShouldStop<'a> = &'a dyn Fn() -> bool;
+
+/// Never stop early.
+pub const NEVER: ShouldStop<'static> = &|| false;
+
+/// The most threads that a pool may be asked for.
+pub const MAX_THREADS: usize = 1024;
+
+/// A pool of `num_threads - 1` workers that start with the first parallel call and sleep when idle.
+pub struct Threads {
+    num_threads: usize,
+    pool: Mutex<Option<Workers>>,
+}
+
+/// Workers do not survive a fork, so a pool remembers the process it was made in.
+struct Workers {
+    process: u32,
+    pool: Arc<ThreadPool>,
+}
+
+impl Threads {
+    /// A pool for `num_threads` threads, the calling one among them; `None`: as many as [`available`] says.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for 0 or more than [`MAX_THREADS`].
+    pub fn new(num_threads: Option<usize>) -> Result<Self> {
+        let num_threads = num_threads.unwrap_or_else(available);
+        if !(1..=MAX_THREADS).contains(&num_threads) {
+            return Err(Error::InvalidArgument(format!(
+                "num_threads: expected 1 to {MAX_THREADS} (or none, for all that are available), got {num_threads}"
+            )));
+        }
+        Ok(Self { num_threads, pool: Mutex::new(None) })
+    }
+
+    /// Threads that a call may use, the calling one among them.
+    pub fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    /// Call `work` once for each item, on up to [`Self::num_threads`] threads, and wait for all.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] if `should_stop` said so; some items were then not worked on.
+    /// [`Error::InvalidState`] if the system refuses to start threads.
+    pub fn for_each<T: Send>(&self, items: Vec<T>, should_stop: ShouldStop<'_>, work: impl Fn(T) + Sync) -> Result<()> {
+        let helpers = self.num_threads.min(items.len()).saturating_sub(1);
+        if helpers == 0 {
+            for item in items {
+                if should_stop() {
+                    return Err(Error::Interrupted);
+                }
+                work(item);
+            }
+            return Ok(());
+        }
+        let pool = self.workers()?;
+        let slots: Vec<Mutex<Option<T>>> = items.into_iter().map(|item| Mutex::new(Some(item))).collect();
+        let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let work_on_next = || {
+            let item = slots
+                .get(next.fetch_add(1, Ordering::Relaxed))
+                .and_then(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner).take());
+            item.map(&work).is_some()
+        };
+        pool.in_place_scope(|scope| {
+            for _ in 0..helpers {
+                scope.spawn(|_| while !stop.load(Ordering::Relaxed) && work_on_next() {});
+            }
+            loop {
+                if should_stop() {
+                    stop.store(true, Ordering::Relaxed);
+                }
+                if stop.load(Ordering::Relaxed) || !work_on_next() {
+                    break;
+                }
+            }
+        });
+        if stop.into_inner() { Err(Error::Interrupted) } else { Ok(()) }
+    }
+
+    fn workers(&self) -> Result<Arc<ThreadPool>> {
+        let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = std::process::id();
+        if let Some(workers) = pool.as_ref()
+            && workers.process == process
+        {
+            return Ok(Arc::clone(&workers.pool));
+        }
+        // After a fork the old pool's threads exist in the parent alone; dropping it here could wait for them.
+        std::mem::forget(pool.take());
+        let made = ThreadPoolBuilder::new()
+            .num_threads(self.num_threads - 1)
+            .thread_name(|i| format!("kvcore-{i}"))
+            .build()
+            .map_err(|e| Error::InvalidState(format!("cannot start {} threads: {e}", self.num_threads - 1)))?;
+        let made = Arc::new(made);
+        *pool = Some(Workers { process, pool: Arc::clone(&made) });
+        Ok(made)
+    }
+}
+
+/// CPUs that this process may use, by affinity and (on Linux) cgroup quota; at least 1.
+pub fn available() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_worked_on_once_for_any_number_of_threads() {
+        for threads in [1, 2, 5] {
+            let threads = Threads::new(Some(threads)).unwrap();
+            for n in [0, 1, 2, 100] {
+                let mut out = vec![0u32; n];
+                let items: Vec<_> = out.iter_mut().enumerate().collect();
+                threads.for_each(items, NEVER, |(i, x)| *x += i as u32 + 1).unwrap();
+                assert_eq!(out, (1..=n as u32).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn a_call_can_be_interrupted_and_the_pool_used_again() {
+        for threads in [1, 2] {
+            let threads = Threads::new(Some(threads)).unwrap();
+            let done = AtomicUsize::new(0);
+            let result = threads.for_each(vec![(); 1000], &|| done.load(Ordering::Relaxed) >= 3, |()| {
+                done.fetch_add(1, Ordering::Relaxed);
+                std::thread::sleep(std::time::Duration::from_micros(100));
+            });
+            assert_eq!(result, Err(Error::Interrupted));
+            assert!(done.load(Ordering::Relaxed) < 1000);
+            assert_eq!(threads.for_each(vec![(); 10], NEVER, |()| {}), Ok(()));
+        }
+    }
+
+    #[test]
+    fn sizes_are_checked() {
+        assert!(Threads::new(Some(0)).is_err());
+        assert!(Threads::new(Some(MAX_THREADS + 1)).is_err());
+        assert!(Threads::new(None).unwrap().num_threads() >= 1);
+    }
+}
