@@ -14,6 +14,7 @@ mod format;
 mod level;
 pub mod math;
 mod scalar;
+pub mod tile;
 mod vector;
 
 #[cfg(target_arch = "x86_64")]

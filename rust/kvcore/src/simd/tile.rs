@@ -1,0 +1,72 @@
+//! The two register tiles that all products are made of: attention's scores and mixes, and the linear layers.
+//!
+//! ```text
+//! dot:  acc[m][b] = sum over i of panels[b][i] * coefs[i][m]            panels side by side, each read once
+//! mix:  acc[m][d] += sum over i of rows[i * stride + d] * coefs[i][m]   rows below each other
+//! ```
+//! Each accumulator has 16 lanes, and each lane's sum runs over `i` in order, whatever M, B or D are: how work is
+//! cut into tiles never changes a bit.
+#![forbid(unsafe_code)]
+
+use super::format::Format;
+use super::vector::Simd;
+
+/// Sixteen products for each of `M` factors and `B` panels: `acc[m][b] = sum of panels[b][i] * coefs[i][m]`.
+///
+/// All panels must have at least `coefs.len()` steps.
+#[inline(always)]
+pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
+    s: S,
+    panels: [&[F::Raw]; B],
+    coefs: &[[F::Coef; M]],
+) -> [[S::F32; B]; M] {
+    let steps = coefs.len();
+    let mut panels = panels;
+    for panel in &mut panels {
+        *panel = &panel[..steps];
+    }
+    let mut acc = [[s.splat(0.0); B]; M];
+    for i in 0..steps {
+        let mut loaded = [F::load(s, &panels[0][i]); B];
+        for b in 1..B {
+            loaded[b] = F::load(s, &panels[b][i]);
+        }
+        for m in 0..M {
+            for b in 0..B {
+                acc[m][b] = F::dot(s, acc[m][b], loaded[b], coefs[i][m]);
+            }
+        }
+    }
+    acc
+}
+
+/// `acc[m][d] += sum of rows[i * stride + d] * coefs[i][m]`; with `half_last`, of the last step only the first
+/// value of each pair counts (an odd number of tokens: what lies behind may be anything).
+#[inline(always)]
+pub fn mix<S: Simd, F: Format, const M: usize, const D: usize>(
+    s: S,
+    acc: &mut [[S::F32; D]; M],
+    rows: &[F::Raw],
+    stride: usize,
+    coefs: &[[F::Coef; M]],
+    half_last: bool,
+) {
+    let whole = coefs.len() - usize::from(half_last);
+    for (i, coef) in coefs.iter().enumerate() {
+        let row = &rows[i * stride..][..D];
+        let mut loaded = [F::load(s, &row[0]); D];
+        for d in 1..D {
+            loaded[d] = F::load(s, &row[d]);
+        }
+        if i >= whole {
+            for x in &mut loaded {
+                *x = F::first(s, *x);
+            }
+        }
+        for m in 0..M {
+            for d in 0..D {
+                acc[m][d] = F::dot(s, acc[m][d], loaded[d], coef[m]);
+            }
+        }
+    }
+}
