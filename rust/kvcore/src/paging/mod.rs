@@ -1,1 +1,3 @@
 //! To come.
+mod block;
+pub use block::{BlockCopy, BlockId};

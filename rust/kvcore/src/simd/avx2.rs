@@ -72,6 +72,7 @@ impl Simd for Avx2 {
 
     #[inline]
     fn run<W: Work>(self, work: W) -> W::Output {
+        #[inline(never)]
         #[target_feature(enable = "avx2,fma,f16c")]
         fn enabled<W: Work>(s: Avx2, work: W) -> W::Output {
             work.run(s)

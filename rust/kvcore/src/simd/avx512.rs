@@ -146,6 +146,7 @@ impl Simd for Avx512 {
 
     #[inline]
     fn run<W: Work>(self, work: W) -> W::Output {
+        #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
         fn enabled<W: Work>(s: Avx512, work: W) -> W::Output {
             work.run(s)

@@ -49,6 +49,7 @@ impl Simd for Avx512Bf16 {
 
     #[inline]
     fn run<W: Work>(self, work: W) -> W::Output {
+        #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma")]
         fn enabled<W: Work>(s: Avx512Bf16, work: W) -> W::Output {
             work.run(s)

@@ -25,6 +25,10 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: Self::Coef) -> S::F32;
     /// The factor for `STEP` f32 values, rounded as the format multiplies.
     fn coef(values: &[f32]) -> Self::Coef;
+    /// 16 factors rounded as the format multiplies, kept as f32.
+    fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32;
+    /// Store 16 factors that [`Self::round_coefs`] has rounded as 16 / `STEP` coefficients.
+    fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef]);
 }
 
 /// 32-bit floats; full f32 arithmetic.
@@ -64,6 +68,14 @@ macro_rules! single {
             fn coef(values: &[f32]) -> f32 {
                 values[0]
             }
+            #[inline(always)]
+            fn round_coefs<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
+            #[inline(always)]
+            fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [f32]) {
+                s.store(x, out.first_chunk_mut().expect("16 coefficients"));
+            }
         }
     };
 }
@@ -94,6 +106,16 @@ macro_rules! paired {
             fn coef(values: &[f32]) -> u32 {
                 let half = |i: usize| u32::from(half::bf16::from_f32(values.get(i).copied().unwrap_or(0.0)).to_bits());
                 half(0) | (half(1) << 16)
+            }
+            #[inline(always)]
+            fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32 {
+                s.round_bf16(x)
+            }
+            #[inline(always)]
+            fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [u32]) {
+                // Little-endian: the first of two u16 is the low half, where the first of a pair belongs.
+                let halves: &mut [u16] = bytemuck::cast_slice_mut(out);
+                s.store_bf16(x, halves.first_chunk_mut().expect("16 halves"));
             }
         }
     };

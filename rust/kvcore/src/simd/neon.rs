@@ -86,6 +86,7 @@ impl Simd for Neon {
 
     #[inline]
     fn run<W: Work>(self, work: W) -> W::Output {
+        #[inline(never)]
         #[target_feature(enable = "neon")]
         fn enabled<W: Work>(s: Neon, work: W) -> W::Output {
             work.run(s)

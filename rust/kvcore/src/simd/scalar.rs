@@ -32,11 +32,11 @@ fn bf16(bits: u32) -> f32 {
 
 impl Simd for Scalar {
     const NAME: &'static str = "scalar";
-    const ACCUMULATORS: usize = 4;
+    const ACCUMULATORS: usize = 1;
     type F32 = Lanes;
     type Pair = (Lanes, Lanes);
 
-    #[inline]
+    #[inline(never)]
     fn run<W: Work>(self, work: W) -> W::Output {
         work.run(self)
     }

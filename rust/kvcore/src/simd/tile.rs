@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! dot:  acc[m][b] = sum over i of panels[b][i] * coefs[i][m]            panels side by side, each read once
-//! mix:  acc[m][d] += sum over i of rows[i * stride + d] * coefs[i][m]   rows below each other
+//! mix:  acc[m][d] += sum over i of rows[i * stride + d] * coefs[m][i]   rows below each other
 //! ```
 //! Each accumulator has 16 lanes, and each lane's sum runs over `i` in order, whatever M, B or D are: how work is
 //! cut into tiles never changes a bit.
@@ -40,20 +40,25 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
     acc
 }
 
-/// `acc[m][d] += sum of rows[i * stride + d] * coefs[i][m]`; with `half_last`, of the last step only the first
-/// value of each pair counts (an odd number of tokens: what lies behind may be anything).
+/// `acc[m][d] += sum of rows[i * stride + d] * coefs[m][i]` over the steps `from..to`, `rows` beginning at `from`;
+/// with `half_last`, of the last step only the first value of each pair counts (an odd number of tokens: what lies
+/// behind may be anything).
 #[inline(always)]
-pub fn mix<S: Simd, F: Format, const M: usize, const D: usize>(
+#[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
+pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
     s: S,
     acc: &mut [[S::F32; D]; M],
     rows: &[F::Raw],
     stride: usize,
-    coefs: &[[F::Coef; M]],
+    coefs: &[[F::Coef; N]; M],
+    from: usize,
+    to: usize,
     half_last: bool,
 ) {
-    let whole = coefs.len() - usize::from(half_last);
-    for (i, coef) in coefs.iter().enumerate() {
-        let row = &rows[i * stride..][..D];
+    assert!(to <= N);
+    let whole = to - usize::from(half_last);
+    for i in from..to {
+        let row = &rows[(i - from) * stride..][..D];
         let mut loaded = [F::load(s, &row[0]); D];
         for d in 1..D {
             loaded[d] = F::load(s, &row[d]);
@@ -65,7 +70,7 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize>(
         }
         for m in 0..M {
             for d in 0..D {
-                acc[m][d] = F::dot(s, acc[m][d], loaded[d], coef[m]);
+                acc[m][d] = F::dot(s, acc[m][d], loaded[d], coefs[m][i]);
             }
         }
     }

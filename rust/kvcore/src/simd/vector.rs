@@ -24,7 +24,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// 16 pairs of bf16 values, widened or not as the level likes best.
     type Pair: Copy;
 
-    /// Run `work` with this level's CPU features enabled.
+    /// Run `work` with this level's CPU features enabled, as a function of its own that is never inlined: kernels in
+    /// many shapes inlined into one function would take the compiler minutes.
     fn run<W: Work>(self, work: W) -> W::Output;
 
     /// `x` in all lanes.

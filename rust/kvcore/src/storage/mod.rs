@@ -1,3 +1,10 @@
 //! What is in a block: bytes only, never who owns it.
 
+pub mod dtype;
 pub mod fp8;
+pub mod layout;
+pub mod store;
+
+pub use dtype::KvDtype;
+pub use layout::{Layout, TILE};
+pub use store::{KvStore, LayerView, Scales};
