@@ -71,7 +71,12 @@ class Detokenizer:
         if not self._tokenizer.byte_exact:
             self._window.append(token_id.__index__())
             return self._advance_window()
-        return self._without_prefix(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        held = self._utf8.getstate()[0]
+        if len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0:
+            # The start of a surrogate, which is no character. Python's decoder would wait for its third byte.
+            text += self._utf8.decode(b"", final=True)
+        return self._without_prefix(text)
 
     def finish(self) -> str:
         """The rest: U+FFFD for a character that never became whole. The detokenizer is then as new."""

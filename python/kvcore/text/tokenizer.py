@@ -53,9 +53,6 @@ PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
 # Token types of GGUF (`tokenizer.ggml.token_type`).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-# Classes whose tokenizer_config.json decides about bos and eos, whatever the post-processor of tokenizer.json says.
-_CONFIG_DECIDES = re.compile(r"(CodeLlama|Llama|Gemma|Cohere)Tokenizer(Fast)?")
-
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -126,7 +123,8 @@ class Tokenizer:
         """Read a `tokenizer.json`, with the files beside it that belong to it where they are present.
 
         Those are `tokenizer_config.json` (named and added special tokens, chat template), `special_tokens_map.json`,
-        `chat_template.jinja` and `additional_chat_templates/*.jinja`.
+        `chat_template.jinja` and `additional_chat_templates/*.jinja`. What `add_special_tokens` adds is what the
+        post-processor in `tokenizer.json` says, as with transformers 5.
 
         Args:
             path: the file, or the folder it is in.
@@ -150,23 +148,11 @@ class Tokenizer:
         named = {**_named_tokens(_read_json(path.with_name("special_tokens_map.json"))), **_named_tokens(config)}
         _add_missing_tokens(backend, config, config_path)
         special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        affixes = None
-        if _CONFIG_DECIDES.fullmatch(str(config.get("tokenizer_class"))) and (
-            isinstance(config.get("add_bos_token"), bool) or isinstance(config.get("add_eos_token"), bool)
-        ):
-            affixes = tuple(
-                [token_id] if wanted and (token_id := backend.token_to_id(named.get(name, ""))) is not None else []
-                for name, wanted in (
-                    ("bos_token", config.get("add_bos_token", True)),
-                    ("eos_token", config.get("add_eos_token", False)),
-                )
-            )
         return cls(
             backend,
             special_ids=special_ids,
             special_tokens=named,
             chat_template=_chat_templates(path.parent, config),
-            affixes=(affixes[0], affixes[1]) if affixes else None,
         )
 
     @classmethod
@@ -410,11 +396,12 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, Mapping):
         return
+    known = backend.get_added_tokens_decoder()
     for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
             raise CheckpointError(f"{path}: added_tokens_decoder[{key!r}] has no content")
         content = entry["content"]
-        if not content or backend.token_to_id(content) is not None:
+        if not content or int(key) in known:
             continue
         flags = {k: bool(entry[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
         backend.add_tokens([tokenizers.AddedToken(content, **flags)])
