@@ -72,7 +72,16 @@ def test_broken_bytes_leave_at_once() -> None:
     """Only what can still become a character is held: checked for every sequence of up to three bytes of interest."""
     characters = [chr(point).encode() for point in range(0x80, 0x110000, 64) if not 0xD800 <= point < 0xE000]
     starts = {b""} | {character[:n] for character in characters for n in range(1, len(character))}
-    interesting = [0x41, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0x100)]
+    interesting = [
+        0x41,
+        0x80,
+        0x8F,
+        0x90,
+        0x9F,
+        0xA0,
+        0xBF,
+        *(0xC1, 0xC2, 0xDF, 0xE0, 0xE1, 0xED, 0xEF, 0xF0, 0xF1, 0xF4, 0xF5, 0xFF),
+    ]
     tokenizer = ByteTokens([bytes((b,)) for b in range(256)])
     for n in (1, 2, 3):
         for data in itertools.product(interesting, repeat=n):

