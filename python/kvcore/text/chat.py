@@ -1,0 +1,473 @@
+"""Chat messages to a prompt, by the model's own Jinja template.
+
+    messages --check--> plain data --template, sandboxed and metered--> prompt
+
+A template comes with the checkpoint, so it is a stranger's program. It runs in Jinja's immutable sandbox, and what the
+sandbox leaves open is metered: loop rounds and macro calls are counted, strings may not outgrow a limit, and the CPU
+time is limited.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from kvcore.errors import InvalidArgument, KvcoreError
+
+MAX_CHARS = 8 << 20
+MAX_ROUNDS = 200_000
+MAX_CPU_SECONDS = 5.0
+
+_METER = "_kvcore_meter"
+_NO_TEMPLATE = (
+    "the model has no chat template; pass one as chat_template=..., or give the whole prompt to generate() yourself"
+)
+
+
+class ChatTemplate:
+    """A chat template, or several by name, ready to render."""
+
+    def __init__(
+        self,
+        template: str | Mapping[str, str] | Sequence[Mapping[str, str]] | None,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        max_chars: int = MAX_CHARS,
+    ) -> None:
+        """Check and compile the template.
+
+        Args:
+            template: Jinja text; or several as {name: text} or as [{"name": ..., "template": ...}]. Of several,
+                "tool_use" is used when tools are given, and "default" otherwise.
+            bos_token, eos_token: what the template's variables of that name hold.
+            special_tokens: further ones ("pad_token", ...).
+            max_chars: the longest prompt, and the longest string on the way there, in characters.
+
+        Raises:
+            InvalidArgument: no template, or one that is not Jinja.
+        """
+        self._variables = dict(special_tokens or {})
+        self._variables |= {k: v for k, v in (("bos_token", bos_token), ("eos_token", eos_token)) if v is not None}
+        self._max_chars = max_chars
+        environment = _environment()
+        self._templates: dict[str, jinja2.Template] = {}
+        for name, text in _by_name(template).items():
+            try:
+                self._templates[name] = environment.from_string(text)
+            except jinja2.TemplateSyntaxError as error:
+                raise InvalidArgument(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+            except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+                raise InvalidArgument(f"chat template {name!r} cannot be compiled: {error}") from error
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any) -> ChatTemplate:
+        """The template and special tokens of a `Tokenizer`.
+
+        Raises:
+            InvalidArgument: it has no template.
+        """
+        return cls(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The prompt for a conversation. Encode it with `add_special_tokens=False`: the template wrote them already.
+
+        Args:
+            messages: the conversation, oldest first: {"role": str, "content": str}, and whatever else the template
+                reads. "content" may be missing beside "tool_calls". Entries that are None count as missing.
+            add_generation_prompt: end with the start of the assistant's turn.
+            tools: JSON schemas of functions, for templates that know them.
+            extra: further variables of the template ("documents", "enable_thinking", ...); plain data.
+
+        Raises:
+            TypeError: `messages` is not a list of dicts.
+            InvalidArgument: a message is not as above, the template refuses the conversation or has a fault, or
+                it grows beyond the limits.
+        """
+        plain = _checked_messages(messages)
+        tool_list = None if tools is None else [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+        name = "tool_use" if tool_list and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            names = ", ".join(map(repr, self._templates))
+            raise InvalidArgument(f"no chat template is named {name!r}; there are {names}")
+        variables = {
+            "documents": None,
+            **self._variables,
+            **{key: _plain(value, key) for key, value in extra.items()},
+            "messages": plain,
+            "tools": tool_list,
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        meter = _Meter(self._max_chars)
+        variables[_METER] = meter
+        try:
+            # Piece by piece, so that a template that writes without end is stopped.
+            pieces: list[str] = []
+            length = 0
+            for piece in self._templates[name].generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                meter.check_size(length)
+            return "".join(pieces)
+        except KvcoreError:
+            raise
+        except _Refusal as error:
+            raise InvalidArgument(f"the chat template refuses the conversation: {error}") from error
+        except RecursionError as error:
+            raise InvalidArgument("the chat template calls itself without end") from error
+        except Exception as error:  # whatever the template's own expressions raise
+            raise InvalidArgument(f"the chat template failed with {type(error).__name__}: {error}") from error
+
+
+# -- what goes in ----------------------------------------------------------------------------------------------------
+
+
+def _by_name(template: Any) -> dict[str, str]:
+    if template is None:
+        raise InvalidArgument(_NO_TEMPLATE)
+    if isinstance(template, str):
+        return {"default": template}
+    named: dict[str, str] = {}
+    if isinstance(template, Mapping):
+        named = dict(template)
+    elif isinstance(template, Sequence):
+        for i, entry in enumerate(template):
+            if not isinstance(entry, Mapping) or not {"name", "template"} <= entry.keys():
+                raise InvalidArgument(f'chat_template[{i}] must be {{"name": ..., "template": ...}}, got {entry!r:.80}')
+            named[entry["name"]] = entry["template"]
+    else:
+        raise TypeError(f"chat_template must be a str, a dict or a list of dicts, got {type(template).__name__}")
+    for name, text in named.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"chat template {name!r} must be a str, got {type(text).__name__}")
+    if not named:
+        raise InvalidArgument(_NO_TEMPLATE)
+    return named
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages must be a list of dicts with role and content, got {type(messages).__name__}")
+    if not messages:
+        raise InvalidArgument("messages is empty; a conversation has at least one message")
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidArgument(f"messages[{i}] must be a dict with role and content, got {type(message).__name__}")
+        # Some interfaces write None for what is not there, and templates would print "None".
+        plain = {k: v for k, v in _plain(message, f"messages[{i}]").items() if v is not None}
+        role = plain.get("role")
+        if not isinstance(role, str) or not role:
+            raise InvalidArgument(f"messages[{i}]['role'] must be a non-empty str, got {role!r}")
+        content = plain.get("content")
+        if content is None:
+            if not plain.get("tool_calls"):
+                raise InvalidArgument(f"messages[{i}] (role {role!r}) has no content")
+        elif not isinstance(content, str):
+            raise InvalidArgument(f"messages[{i}]['content'] must be a str, got {type(content).__name__}")
+        checked.append(plain)
+    return checked
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of JSON's types only: methods of other objects are nothing for a stranger's program."""
+    if depth > 64:
+        raise InvalidArgument(f"{where} is nested too deeply")
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value) if kind is not str else str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise InvalidArgument(
+        f"{where} must be plain data (str, int, float, bool, None, list, dict), got {type(value).__name__}"
+    )
+
+
+# -- the sandbox -----------------------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """What one rendering has used up."""
+
+    def __init__(self, max_chars: int) -> None:
+        self.max_chars = max_chars
+        self._rounds = MAX_ROUNDS
+        self._end = time.thread_time() + MAX_CPU_SECONDS
+
+    def tick(self) -> str:
+        self._rounds -= 1
+        if self._rounds < 0:
+            raise InvalidArgument(f"the chat template takes more than {MAX_ROUNDS:,} loop rounds; does it end?")
+        self.check_time()
+        return ""
+
+    def check_time(self) -> None:
+        # CPU time of this thread: a busy machine makes no template slow.
+        if time.thread_time() > self._end:
+            raise InvalidArgument(f"the chat template takes more than {MAX_CPU_SECONDS:g} s of CPU time")
+
+    def check_size(self, size: float) -> None:
+        if size > self.max_chars:
+            raise InvalidArgument(f"the chat template makes more than {self.max_chars:,} characters")
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here its content just stays."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox with a meter: loop rounds and macro calls tick, and what makes large values is looked at first."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for used in tree.find_all(nodes.Name):
+            if used.name == _METER:
+                raise jinja2.TemplateSyntaxError(f"{_METER} is no name for a template's variable", used.lineno)
+        for node in [*tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:
+            tick = nodes.ExprStmt(_meter_call("tick"))
+            node.body.insert(0, tick.set_lineno(node.lineno))  # type: ignore[attr-defined]
+        for concat in [*tree.find_all(nodes.Concat)]:
+            # a ~ b ~ c has no hook of its own: its parts go through the filter "join", which has.
+            joined = nodes.Filter(nodes.List(concat.nodes), "_concat", [], [], None, None)
+            joined.set_lineno(concat.lineno)
+            concat.nodes = [joined]
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        meter = _meter_of(context)
+        meter.check_time()
+        meter.check_size(_size_of_binop(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # The sandbox gives str.format out as a wrapper, with the method itself in __wrapped__.
+        method = getattr(obj, "__wrapped__", obj)
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, _Meter):
+            return obj()
+        meter = _meter_of(context)
+        meter.check_time()
+        if isinstance(owner, (str, bytes)):
+            meter.check_size(_size_of_method(owner, name, args, kwargs))
+        result = super().call(context, obj, *args, **kwargs)
+        if isinstance(result, (str, bytes, list, tuple)):
+            meter.check_size(len(result))
+        return result
+
+
+def _meter_call(method: str) -> nodes.Call:
+    return nodes.Call(nodes.Getattr(nodes.Name(_METER, "load"), method, "load"), [], [], None, None)
+
+
+def _meter_of(context: Context) -> _Meter:
+    meter = context.resolve(_METER)
+    return meter if isinstance(meter, _Meter) else _Meter(MAX_CHARS)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (str, bytes, list, tuple)) else 0
+
+
+def _size_of_binop(operator: str, left: Any, right: Any) -> float:
+    """An upper bound of the size of the result, as far as it can be large."""
+    if operator == "+":
+        return _length(left) + _length(right)
+    if operator == "%":
+        return _size_of_format(left, right) if isinstance(left, str) else 0
+    if operator == "*":
+        for value, times in ((left, right), (right, left)):
+            if isinstance(times, int):
+                if _length(value):
+                    return _length(value) * max(times, 0)
+                if isinstance(value, int):
+                    return (value.bit_length() + times.bit_length()) / 3
+        return 0
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * max(right, 0) / 3  # decimal digits
+    return 0
+
+
+def _size_of_format(text: str, values: Any) -> float:
+    """Bound of `text % values`: widths written out or given as numbers, and the values' own text."""
+    numbers = [int(n) for n in re.findall(r"\d{1,18}", text)]
+    items = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
+    numbers += [abs(v) for v in items if isinstance(v, int)] if "*" in text or "{" in text else []
+    own = sum(_length(v) if isinstance(v, str) else 64 for v in items)
+    return len(text) * (1 + own) if own > 1 << 16 else len(text) + own * (text.count("%") + 1) + sum(numbers)
+
+
+def _size_of_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    numbers = [abs(a) for a in (*args, *kwargs.values()) if isinstance(a, int)]
+    if name in ("center", "ljust", "rjust", "zfill"):
+        return max([len(owner), *numbers])
+    if name == "expandtabs":
+        return len(owner) * max([8, *numbers])
+    if name in ("format", "format_map"):
+        return sum(int(n) for n in re.findall(r"\d{1,18}", str(owner))) + sum(numbers)
+    if name == "replace" and len(args) >= 2 and isinstance(args[1], type(owner)):
+        return len(owner) + owner.count(args[0]) * len(args[1])
+    if name == "join" and args and isinstance(args[0], (list, tuple)):
+        return sum(map(_length, args[0])) + len(owner) * len(args[0])
+    return 0
+
+
+@jinja2.pass_context
+def _join(context: Context, value: Any, d: str = "", attribute: str | int | None = None) -> Any:
+    """Jinja's filter, metered. A list that holds one long string many times is short itself."""
+    meter = _meter_of(context)
+    items = [*_metered(meter, value)]
+    if attribute is not None:
+        items = [context.environment.getitem(item, attribute) for item in items]
+    items = [item if isinstance(item, str) else str(item) for item in items]
+    meter.check_size(sum(map(len, items)) + len(str(d)) * max(len(items) - 1, 0))
+    return str(d).join(items)
+
+
+@jinja2.pass_context
+def _concat(context: Context, value: list[Any]) -> str:
+    return str(_join(context, value))
+
+
+def _metered(meter: _Meter, values: Any) -> Iterator[Any]:
+    for value in values:
+        meter.tick()
+        yield value
+
+
+def _guarded(original: Callable[..., Any], size: Callable[..., float]) -> Callable[..., Any]:
+    """A filter that is only called if the size it could reach is within the limit."""
+
+    @jinja2.pass_context
+    def guarded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        meter = _meter_of(context)
+        meter.check_time()
+        meter.check_size(size(value, *args, **kwargs))
+        return original(value, *args, **kwargs)
+
+    return guarded
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it: without Jinja's escaping for HTML."""
+    if _length(indent) > 64 or (isinstance(indent, int) and indent > 64):
+        raise InvalidArgument(f"the chat template indents JSON by more than 64: {indent!r:.80}")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Refusal(jinja2.TemplateError):
+    """Raised by the template itself."""
+
+
+def _raise_exception(message: object = "") -> None:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore, which could shadow what Python itself looks up."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: Any) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise jinja2.TemplateRuntimeError(f"a namespace's names must not begin with an underscore, got {name!r}")
+
+
+# Filters of Jinja that can make much from little, and a bound of what they make.
+_GUARDED: Mapping[str, Callable[..., float]] = {
+    "center": lambda value, width=80: max(len(str(value)), int(width)),
+    "indent": lambda value, width=4, first=False, blank=False: (
+        len(str(value)) + (str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width))
+    ),
+    "format": lambda value, *args, **kwargs: _size_of_format(str(value), args or kwargs),
+    "batch": lambda value, linecount, fill_with=None: int(linecount),
+    "slice": lambda value, slices, fill_with=None: int(slices),
+}
+
+
+def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    return str(value).replace(str(old), str(new), -1 if count is None else count)
+
+
+def _size_of_replace(value: Any, old: Any, new: Any, count: int | None = None) -> float:
+    return len(str(value)) + str(value).count(str(old)) * len(str(new))
+
+
+@jinja2.pass_context
+def _sum(context: Context, value: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
+    """Jinja's filter, metered: lists can be summed, too."""
+    meter = _meter_of(context)
+    total = start
+    for item in _metered(meter, value):
+        item = item if attribute is None else context.environment.getitem(item, attribute)
+        meter.check_size(_size_of_binop("+", total, item))
+        total = total + item
+    return total
+
+
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    filters = environment.filters
+    for name, size in _GUARDED.items():
+        filters[name] = _guarded(filters[name], size)
+    filters["replace"] = _guarded(_replace, _size_of_replace)
+    filters["tojson"] = _tojson
+    filters["join"] = _join
+    filters["sum"] = _sum
+    filters["_concat"] = _concat
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    del environment.globals["lipsum"]  # text of any length
+    return environment

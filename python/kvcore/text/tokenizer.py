@@ -1,0 +1,516 @@
+"""Text to token ids and back.
+
+    encode:  text --split at special tokens--> runs --model's merges--> ids
+    decode:  ids --token_bytes--> bytes --UTF-8, U+FFFD for what is invalid--> text
+
+Two sources give the same class: a `tokenizer.json` (read by the `tokenizers` package) and the `tokenizer.ggml.*`
+entries of a GGUF file, of which the byte-level BPE kind is rebuilt with the `tokenizers` package and the
+SentencePiece kind runs in `sentencepiece.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from kvcore.errors import CheckpointError, InvalidArgument
+from kvcore.text.sentencepiece import SPACE, SentencePieceBpe
+
+# Pre-tokenizers: how text is cut before merging. The names are those of `tokenizer.ggml.pre` and the cuts those of
+# llama.cpp (src/llama-vocab.cpp, llm_tokenizer_bpe), written as in the models' own tokenizer.json where llama.cpp
+# had to rephrase them for std::regex. Each pattern cuts the pieces that the one before it left; what a pattern does
+# not match stays as a piece.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class _PreTokenizer:
+    patterns: tuple[str, ...]
+    nfc: bool = False  # Unicode normalisation form C first, as the model's own tokenizer.json has it
+    ignore_merges: bool = False  # a piece that is a token stays whole, whatever the merges say
+    add_bos: bool = False  # what holds if the file has no tokenizer.ggml.add_bos_token
+
+
+PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
+    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": _PreTokenizer((_GPT2,)),
+    "smollm": _PreTokenizer((r"\p{N}", _GPT2)),
+    "llama-bpe": _PreTokenizer((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), ignore_merges=True, add_bos=True),
+    "qwen2": _PreTokenizer((_CONTRACTIONS + r"\p{N}" + _REST,), nfc=True),
+}
+
+# Token types of GGUF (`tokenizer.ggml.token_type`).
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The 256 characters that stand for bytes in byte-level BPE (GPT-2): character -> byte.
+
+    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 onwards in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class Tokenizer:
+    """A model's tokenizer: `encode`, `decode`, and the bytes of every token.
+
+    Build it with `from_file` or `from_gguf`.
+
+    Attributes:
+        vocab_size: number of token ids; a model's logits may have more columns (padding), never fewer.
+        bos_token, eos_token: their text, or None.
+        bos_id, eos_id: their ids, or None.
+        special_tokens: the named special tokens ("bos_token", "pad_token", ...) and their text, for chat templates.
+        chat_template: None, one Jinja template, or several by name.
+        byte_exact: True if `decode` is the tokens' bytes joined, so that text can be streamed byte by byte.
+        strips_leading_space: True if `decode` drops one space at the very start (SentencePiece's dummy prefix).
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer | SentencePieceBpe,
+        *,
+        special_ids: Iterable[int],
+        special_tokens: Mapping[str, str],
+        chat_template: str | Mapping[str, str] | None = None,
+        affixes: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
+        """`affixes`: ids that `add_special_tokens` puts before and after; None leaves it to the backend."""
+        self._backend = backend
+        self._special_ids = frozenset(special_ids)
+        self._affixes = affixes
+        self._bytes: dict[int, bytes] = {}
+        self.special_tokens: dict[str, str] = dict(special_tokens)
+        self.chat_template = chat_template
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.bos_id = None if self.bos_token is None else backend.token_to_id(self.bos_token)
+        self.eos_id = None if self.eos_token is None else backend.token_to_id(self.eos_token)
+        if isinstance(backend, SentencePieceBpe):
+            self.vocab_size = backend.vocab_size
+            self._kind, self.strips_leading_space = "spaces", backend.add_space_prefix
+            self._added: frozenset[int] = backend.verbatim_ids
+        else:
+            self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+            self._kind, self.strips_leading_space = _decoder_kind(backend)
+            self._added = frozenset(backend.get_added_tokens_decoder())
+        self.byte_exact = self._kind != "other"
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Tokenizer:
+        """Read a `tokenizer.json`, with the files beside it that belong to it where they are present.
+
+        Those are `tokenizer_config.json` (named and added special tokens, chat template), `special_tokens_map.json`,
+        `chat_template.jinja` and `additional_chat_templates/*.jinja`. What `add_special_tokens` adds is what the
+        post-processor in `tokenizer.json` says, as with transformers 5.
+
+        Args:
+            path: the file, or the folder it is in.
+
+        Raises:
+            CheckpointError: a file is missing or damaged; the message names it.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        text = _read_text(path)
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises bare Exception
+            raise CheckpointError(f"{path}: not a tokenizer.json that can be read: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+
+        config_path = path.with_name("tokenizer_config.json")
+        config = _read_json(config_path)
+        named = {**_named_tokens(_read_json(path.with_name("special_tokens_map.json"))), **_named_tokens(config)}
+        _add_missing_tokens(backend, config, config_path)
+        special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        return cls(
+            backend,
+            special_ids=special_ids,
+            special_tokens=named,
+            chat_template=_chat_templates(path.parent, config),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Build the tokenizer that a GGUF file describes.
+
+        Args:
+            metadata: the file's key-value pairs as plain Python values, arrays as sequences.
+
+        Raises:
+            CheckpointError: an entry is missing or contradicts another, or the kind of tokenizer is not supported.
+        """
+        tokens = _strings(metadata, "tokenizer.ggml.tokens")
+        types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", ())] or [_NORMAL] * len(tokens)
+        if len(types) != len(tokens):
+            raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+        kind = metadata.get("tokenizer.ggml.model")
+        if kind == "gpt2":
+            return cls._from_gguf_bpe(metadata, tokens, types)
+        if kind == "llama":
+            return cls._from_gguf_sentencepiece(metadata, tokens, types)
+        raise CheckpointError(
+            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)"
+        )
+
+    @classmethod
+    def _from_gguf_bpe(cls, metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+        name = metadata.get("tokenizer.ggml.pre")
+        if name is None:
+            warnings.warn(
+                "the file has no tokenizer.ggml.pre: text is cut as llama.cpp's 'default' does, which may give other"
+                " tokens than the model was trained with",
+                stacklevel=3,
+            )
+            name = "default"
+        pre = PRE_TOKENIZERS.get(name)
+        if pre is None:
+            known = ", ".join(PRE_TOKENIZERS)
+            raise CheckpointError(f"tokenizer.ggml.pre is {name!r}, which is not supported; supported are {known}")
+
+        # Merge parts never hold a plain space: in the byte alphabet it is written as another character.
+        merges: list[tuple[str, str]] = []
+        for i, merge in enumerate(_strings(metadata, "tokenizer.ggml.merges")):
+            left, separator, right = merge.partition(" ")
+            if not (left and separator and right):
+                raise CheckpointError(f"tokenizer.ggml.merges[{i}] is {merge!r}, not two parts with a space between")
+            merges.append((left, right))
+        vocab = {token: i for i, token in enumerate(tokens)}
+        if len(vocab) != len(tokens):
+            raise CheckpointError(f"tokenizer.ggml.tokens names a token twice: {_first_duplicate(tokens)!r}")
+        try:
+            model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
+        except Exception as error:  # the package raises bare Exception
+            raise CheckpointError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
+
+        backend = tokenizers.Tokenizer(model)
+        if pre.nfc:
+            backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+            + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        backend.decoder = decoders.ByteLevel()
+        backend.add_tokens(
+            [
+                tokenizers.AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+                for token, kind in zip(tokens, types, strict=True)
+                if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+            ]
+        )
+        return cls._from_gguf_backend(metadata, tokens, types, backend, add_bos=pre.add_bos)
+
+    @classmethod
+    def _from_gguf_sentencepiece(cls, metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+        scores = [float(score) for score in metadata.get("tokenizer.ggml.scores", ())]
+        if len(scores) != len(tokens):
+            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+        unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+        backend = SentencePieceBpe(
+            tokens,
+            scores,
+            mergeable=[kind in (_NORMAL, _USER_DEFINED, _UNUSED) for kind in types],
+            verbatim=[kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) for kind in types],
+            byte_ids=_byte_ids(tokens, types),
+            unknown_id=_checked_id("tokenizer.ggml.unknown_token_id", unknown, len(tokens)),
+            add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        )
+        return cls._from_gguf_backend(metadata, tokens, types, backend, add_bos=True)
+
+    @classmethod
+    def _from_gguf_backend(
+        cls,
+        metadata: Mapping[str, Any],
+        tokens: list[str],
+        types: list[int],
+        backend: tokenizers.Tokenizer | SentencePieceBpe,
+        *,
+        add_bos: bool,
+    ) -> Tokenizer:
+        named: dict[str, str] = {}
+        # "seperator" is how llama.cpp spells the key.
+        for name, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("sep_token", "seperator"),
+            ("pad_token", "padding"),
+            ("mask_token", "mask"),
+        ):
+            key = f"tokenizer.ggml.{key}_token_id"
+            if (token_id := metadata.get(key)) is not None:
+                named[name] = tokens[_checked_id(key, token_id, len(tokens))]
+        affixes: list[list[int]] = []
+        for name, default in (("bos", add_bos), ("eos", False)):
+            token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+            wanted = bool(metadata.get(f"tokenizer.ggml.add_{name}_token", default))
+            affixes.append([int(token_id)] if wanted and token_id is not None else [])
+        return cls(
+            backend,
+            special_ids=(i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)),
+            special_tokens=named,
+            chat_template=_gguf_chat_templates(metadata),
+            affixes=(affixes[0], affixes[1]),
+        )
+
+    # -- use ----------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Special tokens written in the text are recognised.
+
+        Args:
+            text: any text; "" gives no ids (but for the special tokens asked for).
+            add_special_tokens: put the bos and eos ids where the model wants them. Leave it False for text that a
+                chat template rendered: it has them already.
+
+        Raises:
+            TypeError: `text` is not a str.
+            InvalidArgument: `text` holds lone surrogates, so it is no text that UTF-8 can express.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"text has a lone surrogate at index {error.start}, which is no character") from error
+        if isinstance(self._backend, SentencePieceBpe):
+            ids = self._backend.encode(text)
+        else:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens and self._affixes is None).ids
+        if add_special_tokens and self._affixes is not None:
+            return [*self._affixes[0], *ids, *self._affixes[1]]
+        return ids
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Bytes that are no UTF-8 become U+FFFD, as with Python's errors="replace".
+
+        Ids beyond the vocabulary (the padding of some models' logits) have no text.
+
+        Raises:
+            TypeError: an id is not an integer.
+            InvalidArgument: an id is negative.
+        """
+        kept = [i for i in map(self._checked, ids) if not (skip_special_tokens and i in self._special_ids)]
+        if not self.byte_exact:
+            assert isinstance(self._backend, tokenizers.Tokenizer)
+            return self._backend.decode([i for i in kept if i < self.vocab_size], skip_special_tokens=False)
+        text = b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
+        return text[1:] if self.strips_leading_space and text.startswith(" ") else text
+
+    def token_bytes(self, token_id: SupportsIndex) -> bytes:
+        """The bytes that a token stands for; b"" for an id beyond the vocabulary.
+
+        A special token stands for its own text. If not `byte_exact` these are only the token's own text in UTF-8,
+        and `decode` may put other text between tokens.
+        """
+        token_id = self._checked(token_id)
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._make_bytes(token_id)
+        return known
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token given as the vocabulary writes it, or None."""
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: SupportsIndex) -> str | None:
+        """A token as the vocabulary writes it (spaces and bytes encoded), or None beyond the vocabulary."""
+        token_id = self._checked(token_id)
+        return self._backend.id_to_token(token_id) if token_id < 1 << 32 else None
+
+    def is_special(self, token_id: SupportsIndex) -> bool:
+        """True for control tokens such as bos, eos and turn markers."""
+        return self._checked(token_id) in self._special_ids
+
+    @staticmethod
+    def _checked(token_id: SupportsIndex) -> int:
+        index = operator.index(token_id)
+        if index < 0:
+            raise InvalidArgument(f"a token id must be 0 or more, got {index}")
+        return index
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        token = self.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id not in self._added:
+            if self._kind == "bytes":
+                # A character outside the alphabet can only come from a damaged vocabulary: take it as text.
+                return b"".join(
+                    bytes((_BYTE_OF[char],)) if char in _BYTE_OF else char.encode("utf-8", "replace") for char in token
+                )
+            if self._kind == "spaces":
+                if match := _BYTE_TOKEN.fullmatch(token):
+                    return bytes.fromhex(match[1])
+                return token.replace(SPACE, " ").encode("utf-8", "replace")
+        return token.encode("utf-8", "replace")
+
+
+# -- helpers of from_file --------------------------------------------------------------------------------------------
+
+
+def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[str, bool]:
+    """How a tokenizer.json turns tokens into text: ("bytes" | "spaces" | "other", drops one leading space)."""
+    if backend.decoder is None:
+        return "other", False
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return "bytes", False
+    # Llama 2, Gemma, Mistral: "▁" is a space, <0xNN> a byte, and perhaps one space at the start is dropped.
+    replace = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if steps[:1] == [replace] and kinds[1:3] == ["ByteFallback", "Fuse"] and steps[3:] in ([], [strip]):
+        return "spaces", len(steps) == 4
+    return "other", False
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
+    """Add the tokens that only tokenizer_config.json (added_tokens_decoder) names."""
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, Mapping):
+        return
+    known = backend.get_added_tokens_decoder()
+    for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+            raise CheckpointError(f"{path}: added_tokens_decoder[{key!r}] has no content")
+        content = entry["content"]
+        if not content or int(key) in known:
+            continue
+        flags = {k: bool(entry[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
+        backend.add_tokens([tokenizers.AddedToken(content, **flags)])
+        if backend.token_to_id(content) != int(key):
+            raise CheckpointError(
+                f"{path}: token {content!r} should have id {key}, but {backend.token_to_id(content)} is the next free"
+            )
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            named[name] = value
+    return named
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The folder's chat templates. A file of its own goes before the entry in tokenizer_config.json."""
+    found: dict[str, str] = {}
+    entry = config.get("chat_template")
+    if isinstance(entry, str):
+        found["default"] = entry
+    elif isinstance(entry, list):
+        found.update(
+            {t["name"]: t["template"] for t in entry if isinstance(t, Mapping) and {"name", "template"} <= {*t}}
+        )
+    elif isinstance(entry, Mapping):
+        found.update({str(name): str(template) for name, template in entry.items()})
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = _read_text(file)
+    if (file := folder / "chat_template.jinja").is_file():
+        found["default"] = _read_text(file)
+    return found["default"] if [*found] == ["default"] else found or None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if text.startswith("version https://git-lfs"):
+        raise CheckpointError(f"{path}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
+    return text
+
+
+# -- helpers of from_gguf --------------------------------------------------------------------------------------------
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = metadata.get(key)
+    if value is None:
+        raise CheckpointError(f"the file has no {key}")
+    strings = list(value)
+    if not all(isinstance(s, str) for s in strings):
+        raise CheckpointError(f"{key} must hold strings only")
+    return strings
+
+
+def _checked_id(key: str, value: Any, size: int) -> int:
+    if not 0 <= int(value) < size:
+        raise CheckpointError(f"{key} is {value}, but there are only {size} tokens")
+    return int(value)
+
+
+def _byte_ids(tokens: Sequence[str], types: Sequence[int]) -> dict[int, int]:
+    """Byte -> id of the token that stands for it (`<0x0A>`)."""
+    found = {}
+    for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == _BYTE:
+            match = _BYTE_TOKEN.fullmatch(token)
+            if match is None:
+                raise CheckpointError(f"token {i} is of type byte, but its text is {token!r} and not like '<0x0A>'")
+            found[int(match[1], 16)] = i
+    return found
+
+
+def _first_duplicate(items: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None
+
+
+def _gguf_chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """`tokenizer.chat_template`, and with several, `tokenizer.chat_template.NAME` for each of the further ones."""
+    prefix = "tokenizer.chat_template."
+    found = {key[len(prefix) :]: str(value) for key, value in metadata.items() if key.startswith(prefix)}
+    default = metadata.get("tokenizer.chat_template")
+    if default is not None:
+        found["default"] = str(default)
+    return found["default"] if [*found] == ["default"] else found or None
