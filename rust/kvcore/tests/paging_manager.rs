@@ -319,3 +319,51 @@ fn a_hit_renews_a_prefix() {
     assert_eq!(manager.find_prefix(&range(0, 9), None).len(), 2);
     assert_eq!(manager.find_prefix(&range(50, 9), None).len(), 0);
 }
+
+#[test]
+fn stored_tokens_follow_what_sequences_hold() {
+    let (mut manager, mut store) = manager(8, 4);
+    let tokens = |manager: &BlockManager| manager.stats().tokens;
+    let seq = prompt(&mut manager, &mut store, &range(0, 7));
+    let child = manager.fork(seq).unwrap();
+    assert_eq!(tokens(&manager), 7);
+    // The other branch still reads them.
+    manager.truncate(seq, 5).unwrap();
+    assert_eq!(tokens(&manager), 7);
+    manager.free(child).unwrap();
+    manager.truncate(seq, 5).unwrap();
+    assert_eq!(tokens(&manager), 5);
+    // A cut full block stays whole while it is published.
+    manager.truncate(seq, 3).unwrap();
+    assert_eq!(tokens(&manager), 4);
+    manager.append(seq, &[100]).unwrap();
+    run(&mut manager, &mut store, seq, 1).unwrap();
+    assert_eq!(tokens(&manager), 4);
+    manager.free(seq).unwrap();
+    assert_eq!(tokens(&manager), 0);
+}
+
+#[test]
+fn a_chain_of_100_000_blocks_is_evicted_without_recursion() {
+    let (mut manager, _) = manager(100_001, 1);
+    let [a, b] = [(); 2].map(|()| manager.add(&range(0, 100_000), None, true).unwrap());
+    for seq in [a, b] {
+        let batch = manager.plan(&[(seq, 1)], &mut Vec::new()).unwrap();
+        manager.commit(&batch).unwrap();
+    }
+    // b hangs all its blocks below the one block of a.
+    let batch = manager.plan(&[(b, 99_999)], &mut Vec::new()).unwrap();
+    manager.commit(&batch).unwrap();
+    manager.free(a).unwrap();
+    let other = manager.add(&[7], None, true).unwrap();
+    manager.plan(&[(other, 1)], &mut Vec::new()).unwrap();
+    manager.check().unwrap();
+    assert_eq!((manager.stats().evictions, manager.num_free_blocks()), (100_000, 0));
+}
+
+#[test]
+fn a_manager_can_go_to_another_thread() {
+    fn is_send_and_sync<T: Send + Sync>() {}
+    is_send_and_sync::<BlockManager>();
+    is_send_and_sync::<kvcore::paging::Batch>();
+}
