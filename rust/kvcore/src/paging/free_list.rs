@@ -1,0 +1,123 @@
+//! A doubly linked list whose links live in the block array itself: every operation is O(1) and allocates nothing.
+//!
+//! ```text
+//! head <-> a <-> b <-> ... <-> tail        oldest at the head
+//! ```
+#![forbid(unsafe_code)]
+
+use super::block::{BlockState, NIL};
+
+/// Ends and length of one list. Several lists may run through the same array; a block is on at most one of them.
+#[derive(Debug, Clone)]
+pub(super) struct FreeList {
+    head: u32,
+    tail: u32,
+    len: usize,
+}
+
+impl FreeList {
+    pub const fn new() -> Self {
+        Self { head: NIL, tail: NIL, len: 0 }
+    }
+
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The oldest block.
+    pub fn front(&self) -> Option<u32> {
+        (self.head != NIL).then_some(self.head)
+    }
+
+    pub fn push_back(&mut self, states: &mut [BlockState], block: u32) {
+        states[block as usize].prev = self.tail;
+        states[block as usize].next = NIL;
+        match self.tail {
+            NIL => self.head = block,
+            tail => states[tail as usize].next = block,
+        }
+        self.tail = block;
+        self.len += 1;
+    }
+
+    pub fn push_front(&mut self, states: &mut [BlockState], block: u32) {
+        states[block as usize].prev = NIL;
+        states[block as usize].next = self.head;
+        match self.head {
+            NIL => self.tail = block,
+            head => states[head as usize].prev = block,
+        }
+        self.head = block;
+        self.len += 1;
+    }
+
+    /// Takes a block out, wherever it stands. It must be on this list.
+    pub fn remove(&mut self, states: &mut [BlockState], block: u32) {
+        let BlockState { prev, next, .. } = states[block as usize];
+        match prev {
+            NIL => self.head = next,
+            prev => states[prev as usize].next = next,
+        }
+        match next {
+            NIL => self.tail = prev,
+            next => states[next as usize].prev = prev,
+        }
+        states[block as usize].prev = NIL;
+        states[block as usize].next = NIL;
+        self.len -= 1;
+    }
+
+    /// Calls `visit` on every block from the oldest on; an error if the links do not form one list of `len` blocks.
+    pub fn check(&self, states: &[BlockState], mut visit: impl FnMut(u32) -> Result<(), String>) -> Result<(), String> {
+        let (mut prev, mut at, mut count) = (NIL, self.head, 0);
+        while at != NIL {
+            count += 1;
+            let state =
+                states.get(at as usize).ok_or(format!("a free list leads to block {at}, which does not exist"))?;
+            if state.prev != prev || count > self.len {
+                return Err(format!("the links of a free list are broken at block {at}"));
+            }
+            visit(at)?;
+            (prev, at) = (at, state.next);
+        }
+        if prev != self.tail || count != self.len {
+            return Err(format!("a free list says that it has {} blocks and has {count}", self.len));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(list: &FreeList, states: &[BlockState]) -> Vec<u32> {
+        let mut blocks = Vec::new();
+        list.check(states, |block| {
+            blocks.push(block);
+            Ok(())
+        })
+        .unwrap();
+        blocks
+    }
+
+    #[test]
+    fn blocks_leave_from_head_middle_and_tail() {
+        let mut states = vec![BlockState::EMPTY; 5];
+        let mut list = FreeList::new();
+        for block in 0..4 {
+            list.push_back(&mut states, block);
+        }
+        list.push_front(&mut states, 4);
+        assert_eq!(order(&list, &states), [4, 0, 1, 2, 3]);
+        list.remove(&mut states, 1);
+        list.remove(&mut states, 4);
+        list.remove(&mut states, 3);
+        assert_eq!(order(&list, &states), [0, 2]);
+        list.remove(&mut states, 0);
+        list.remove(&mut states, 2);
+        assert_eq!((order(&list, &states), list.front(), list.len()), (vec![], None, 0));
+        list.push_back(&mut states, 2);
+        assert_eq!(order(&list, &states), [2]);
+    }
+}

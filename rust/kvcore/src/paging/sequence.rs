@@ -1,0 +1,127 @@
+//! Sequences: token ids, the block table, and how far both have come.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::block::BlockId;
+use super::prefix::{Domain, Link};
+use crate::{Error, Result};
+
+/// Handle of a sequence. Never given twice, so one that was freed or belongs to another cache is an error everywhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SeqId {
+    pub(super) manager: u64,
+    serial: u64,
+    index: u32,
+}
+
+/// One sequence.
+#[derive(Debug, Clone)]
+pub(super) struct Sequence {
+    serial: u64,
+    pub tokens: Vec<u32>,
+    /// Covers `computed + planned` tokens.
+    pub blocks: Vec<BlockId>,
+    /// Leading tokens whose K and V are committed.
+    pub computed: usize,
+    /// Tokens of the newest plan that is not committed.
+    pub planned: usize,
+    /// Tokens that were found in the cache by `add`.
+    pub cached: usize,
+    /// The batch that may be written, attended and committed; 0 if none.
+    pub batch: u64,
+    /// Whether that batch was committed.
+    pub committed: bool,
+    /// The last call of `plan` that saw this sequence, to find it twice in one call.
+    pub seen: u64,
+    pub domain: Arc<Domain>,
+    pub use_prefix: bool,
+    /// Resets of the prefix cache before the first token was computed: what is older is not published any more.
+    pub era: u64,
+    /// Leading blocks that were published, or found to be published by others already, and the node of the last.
+    pub chained: usize,
+    pub link: Link,
+}
+
+impl Sequence {
+    pub fn new(tokens: Vec<u32>, blocks: Vec<BlockId>, domain: Arc<Domain>, use_prefix: bool, era: u64) -> Self {
+        Self {
+            serial: 0,
+            tokens,
+            blocks,
+            computed: 0,
+            planned: 0,
+            cached: 0,
+            batch: 0,
+            committed: false,
+            seen: 0,
+            domain,
+            use_prefix,
+            era,
+            chained: 0,
+            link: Link::NONE,
+        }
+    }
+}
+
+/// All sequences of one manager.
+#[derive(Debug)]
+pub(super) struct SequenceTable {
+    manager: u64,
+    entries: Vec<Option<Sequence>>,
+    unused: Vec<u32>,
+    last_serial: u64,
+}
+
+impl SequenceTable {
+    pub fn new(manager: u64) -> Self {
+        Self { manager, entries: Vec::new(), unused: Vec::new(), last_serial: 0 }
+    }
+
+    pub fn len(&self) -> usize {
+        self.entries.len() - self.unused.len()
+    }
+
+    pub fn insert(&mut self, mut sequence: Sequence) -> SeqId {
+        self.last_serial += 1;
+        sequence.serial = self.last_serial;
+        let index = self.unused.pop().unwrap_or_else(|| {
+            self.entries.push(None);
+            (self.entries.len() - 1) as u32
+        });
+        self.entries[index as usize] = Some(sequence);
+        SeqId { manager: self.manager, serial: self.last_serial, index }
+    }
+
+    pub fn remove(&mut self, id: SeqId) -> Result<Sequence> {
+        self.get(id)?;
+        self.unused.push(id.index);
+        self.entries[id.index as usize].take().ok_or_else(freed)
+    }
+
+    pub fn get(&self, id: SeqId) -> Result<&Sequence> {
+        self.own(id)?;
+        self.entries.get(id.index as usize).and_then(Option::as_ref).filter(|s| s.serial == id.serial).ok_or_else(freed)
+    }
+
+    pub fn get_mut(&mut self, id: SeqId) -> Result<&mut Sequence> {
+        self.own(id)?;
+        let entry = self.entries.get_mut(id.index as usize).and_then(Option::as_mut);
+        entry.filter(|s| s.serial == id.serial).ok_or_else(freed)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Sequence> {
+        self.entries.iter().flatten()
+    }
+
+    fn own(&self, id: SeqId) -> Result<()> {
+        if id.manager != self.manager {
+            return Err(Error::InvalidHandle("the sequence belongs to another cache".into()));
+        }
+        Ok(())
+    }
+}
+
+fn freed() -> Error {
+    Error::InvalidHandle("the sequence was freed".into())
+}
