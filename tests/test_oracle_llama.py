@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import LlamaOracle
 
 from kvcore.checkpoint.config import load_config
 from kvcore.checkpoint.weights import SafetensorsFile, SafetensorsWeights
 from kvcore.models.families import spec_from_config
 from kvcore.models.spec import check_weights, unused_tensors
+from oracle import LlamaOracle
 
 REFERENCE = Path(__file__).parent / "data" / "reference"
 CASES = [

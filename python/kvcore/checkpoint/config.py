@@ -202,7 +202,8 @@ def load_config(path: str | Path) -> Config:
         CheckpointError: the file is missing, unreadable, not JSON or not an object.
     """
     path = Path(path)
-    return Config(read_json(path / "config.json" if path.is_dir() else path), str(path))
+    path = path / "config.json" if path.is_dir() else path
+    return Config(read_json(path), str(path))
 
 
 def load_generation_config(folder: str | Path, config: Mapping[str, Any]) -> GenerationConfig:
@@ -288,8 +289,8 @@ def describe(value: object) -> str:
     try:
         plain = isinstance(value, (str, int, float, bool, type(None)))
         text = json.dumps(value) if plain else repr(value)
-    except ValueError:  # an integer with more digits than Python turns into text
-        text = "a huge number"
+    except (ValueError, RecursionError):  # more digits, or a deeper nesting, than Python turns into text
+        text = "something huge"
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 

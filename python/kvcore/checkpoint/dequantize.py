@@ -35,8 +35,10 @@ KNOWN_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
-"""ggml's number of a type to its name, weights in a block, and bytes of a block. Types that are not read are there, too,
-so that a file that holds one can be checked and refused by the name of its type."""
+"""ggml's number of a type to its name, weights in a block, and bytes of a block.
+
+Types that are not read are there, too, so that a file that holds one can be checked, and refused by the type's name.
+"""
 
 _CHUNK: Final = 1 << 16
 """Weights expanded in one go: the intermediates stay in a core's cache."""

@@ -42,6 +42,7 @@ _SCALARS: Final[Mapping[int, np.dtype[Any]]] = {
         0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
     }.items()
 }  # fmt: skip
+_HALVES: Final[Mapping[str, np.dtype[Any]]] = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _STRING: Final = 8
 _ARRAY: Final = 9
 _U32: Final = struct.Struct("<I")
@@ -127,7 +128,7 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         self._bytes = map_file(self.path)
-        self._data = memoryview(self._bytes)
+        self._data = self._bytes.data
         self._size = len(self._bytes)
         self._position = 0
         self._parse()
@@ -151,7 +152,7 @@ class GGUFFile:
         if kind not in BLOCKS and kind not in ("F32", "F16", "BF16"):
             supported = ", ".join(("F32", "F16", "BF16", *BLOCKS))
             raise CheckpointError(f"{self.path}: tensor {name!r}: expected one of {supported}, got {kind}")
-        return np.dtype({"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(kind, np.float32))
+        return _HALVES.get(kind, np.dtype(np.float32))
 
     def get(self, name: str) -> npt.NDArray[Any]:
         """A tensor; a quantised one as the float32 values that its blocks stand for, exactly.

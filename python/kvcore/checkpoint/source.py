@@ -1,9 +1,9 @@
 """From what a user calls a model to its configuration, weights and tokenizer.
 
-    a folder             config.json and safetensors
-    a .gguf file         everything in one file
-    a short name         what ``kvcore pull`` knows ("smollm2"), fetched if needed
-    "organisation/name"  a repository on the Hugging Face hub, fetched if needed
+a folder             config.json and safetensors
+a .gguf file         everything in one file
+a short name         what ``kvcore pull`` knows ("smollm2"), fetched if needed
+"organisation/name"  a repository on the Hugging Face hub, fetched if needed
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -140,7 +140,9 @@ class SafetensorsFile:
         position = 0
         for begin, end, name in sorted(extents):
             if begin != position:
-                raise self._error(f"tensor {name!r}: expected data from offset {position}, got {begin}: overlap or hole")
+                raise self._error(
+                    f"tensor {name!r}: expected data from offset {position}, got {begin}: overlap or hole"
+                )
             position = end
         if position != available:
             raise self._error(f"expected {position} bytes of data, got {available}")
@@ -187,8 +189,7 @@ class SafetensorsWeights:
     def open(cls, folder: str | Path) -> SafetensorsWeights:
         """Map a folder's weights.
 
-        They are ``model.safetensors``, else the shards that ``model.safetensors.index.json`` names, else the only
-        safetensors file there is.
+        They are ``model.safetensors``, else the shards that ``model.safetensors.index.json`` names.
 
         Raises:
             CheckpointError: there are none, a shard is missing, a file is damaged or is a Git LFS pointer, the index
@@ -206,10 +207,11 @@ class SafetensorsWeights:
             expected = _read_index(index)
             shards = sorted(set(expected.values()))
             if missing := [name for name in shards if not (folder / name).exists()]:
-                raise CheckpointError(f"{index}: names {len(shards)} shards, of which are missing: {', '.join(missing)}")
+                raise CheckpointError(
+                    f"{index}: names {len(shards)} shards, of which are missing: {', '.join(missing)}"
+                )
         else:
-            expected = {}
-            shards = [_only_file(folder)]
+            raise _no_weights(folder)
         files: dict[str, SafetensorsFile] = {}
         for shard in shards:
             file = SafetensorsFile(folder / shard)
@@ -314,26 +316,18 @@ def _is_plain_name(shard: object) -> bool:
         return False
 
 
-def _only_file(folder: Path) -> str:
-    """The one safetensors file of a folder that has neither of the usual names."""
+def _no_weights(folder: Path) -> CheckpointError:
+    """The error that says what a folder without weights has instead."""
     names = sorted(entry.name for entry in folder.iterdir())
-    found = [name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise CheckpointError(
-            f"{folder}: expected model.safetensors or model.safetensors.index.json, got {len(found)} files without "
-            f"an index: {_some(found)}"
-        )
     if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
-        raise CheckpointError(f"{folder}: expected safetensors, got {_some(pickles)}. {PICKLE_ADVICE}")
-    raise CheckpointError(
+        return CheckpointError(f"{folder}: expected safetensors, got {_some(pickles)}. {PICKLE_ADVICE}")
+    return CheckpointError(
         f"{folder}: expected model.safetensors or model.safetensors.index.json with its shards, "
         f"got {_some(names) or 'an empty folder'}"
     )
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

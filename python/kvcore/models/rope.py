@@ -106,7 +106,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position_embe
     kind = read.string(type_key)
     if kind not in KINDS:
         raise read.error(type_key, f"one of {', '.join(KINDS)}", kind)
-    theta = (read if read.has("rope_theta") else top).number("rope_theta", 10000.0)
+    theta = (read if read.has("rope_theta") else top).number("rope_theta", 10000.0, minimum=1)
     partial = (read if read.has("partial_rotary_factor") else top).number("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * partial)
     if partial > 1 or rotary_dim < 2 or rotary_dim % 2:
@@ -149,23 +149,25 @@ def inv_freq(spec: RopeSpec, length: int = 0) -> tuple[_Floats, float]:
         float32 ``[rotary_dim / 2]``, in radians per position, and the attention factor.
     """
     dim = spec.rotary_dim
-    theta = spec.theta
-    if spec.kind == "dynamic" and length > spec.max_position_embeddings:
-        stretch = spec.factor * length / spec.max_position_embeddings - (spec.factor - 1)
-        theta *= stretch ** (dim / (dim - 2))
     one = np.float32(1)
-    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    powers: _Floats = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
-    frequencies: _Floats = one / powers
-    if spec.kind == "linear":
-        frequencies = frequencies / np.float32(spec.factor)
-    elif spec.kind == "factors":
-        frequencies = frequencies / np.asarray(spec.freq_factors, np.float32)
-    elif spec.kind == "llama3":
-        frequencies = _llama3(spec, frequencies)
-    elif spec.kind == "yarn":
-        keep = one - _yarn_ramp(spec)
-        frequencies = one / (np.float32(spec.factor) * powers) * (one - keep) + frequencies * keep
+    # nonsensical parameters may overflow; the result is then what arithmetic says, without a warning
+    with np.errstate(all="ignore"):
+        base = np.float64(spec.theta)
+        if spec.kind == "dynamic" and length > spec.max_position_embeddings:
+            stretch = np.float64(spec.factor * length / spec.max_position_embeddings - (spec.factor - 1))
+            base = base * np.power(stretch, dim / (dim - 2))
+        exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+        powers: _Floats = np.power(base, exponents.astype(np.float64)).astype(np.float32)
+        frequencies: _Floats = one / powers
+        if spec.kind == "linear":
+            frequencies = frequencies / np.float32(spec.factor)
+        elif spec.kind == "factors":
+            frequencies = frequencies / np.asarray(spec.freq_factors, np.float32)
+        elif spec.kind == "llama3":
+            frequencies = _llama3(spec, frequencies)
+        elif spec.kind == "yarn":
+            keep = one - _yarn_ramp(spec)
+            frequencies = one / (np.float32(spec.factor) * powers) * (one - keep) + frequencies * keep
     return frequencies, spec.attention_factor
 
 
@@ -260,9 +262,10 @@ class RopeTable:
     def _compute(self, length: int, positions: npt.NDArray[np.int64]) -> tuple[_Floats, _Floats]:
         frequencies, factor = inv_freq(self.spec, length)
         # the product in float32 (see the top), the functions in float64
-        angles = (positions.astype(np.float32)[:, None] * frequencies[None, :]).astype(np.float64)
-        scale = np.float32(factor)
-        return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
+        with np.errstate(all="ignore"):
+            angles = (positions.astype(np.float32)[:, None] * frequencies[None, :]).astype(np.float64)
+            scale = np.float32(factor)
+            return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
 
 
 def _yarn_values(read: ConfigReader, top: ConfigReader, theta: float, max_positions: int) -> dict[str, Any]:
@@ -324,5 +327,3 @@ def _llama3(spec: RopeSpec, frequencies: _Floats) -> _Floats:
     blended = (np.float32(1) - smooth) * frequencies / factor + smooth * frequencies
     result: _Floats = np.where(long, frequencies / factor, np.where(short, frequencies, blended)).astype(np.float32)
     return result
-
-

@@ -1,9 +1,9 @@
 """Llama 1, 2 and 3, and the many models with their shape (SmolLM2, TinyLlama, Yi, ...).
 
-    x = embed_tokens[ids]
-    per layer:  x += o_proj(attention(rope(q_proj(n)), rope(k_proj(n)), v_proj(n)))   with n = rms_norm(x)
-                x += down_proj(silu(gate_proj(n)) * up_proj(n))                       with n = rms_norm(x)
-    logits = lm_head(rms_norm(x))
+x = embed_tokens[ids]
+per layer:  x += o_proj(attention(rope(q_proj(n)), rope(k_proj(n)), v_proj(n)))   with n = rms_norm(x)
+            x += down_proj(silu(gate_proj(n)) * up_proj(n))                       with n = rms_norm(x)
+logits = lm_head(rms_norm(x))
 """
 
 from __future__ import annotations
