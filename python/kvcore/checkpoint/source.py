@@ -18,7 +18,7 @@ from typing import Any, Final
 from kvcore.checkpoint.config import Config, GenerationConfig, load_config, load_generation_config, refuse_quantization
 from kvcore.checkpoint.gguf import GGUFWeights
 from kvcore.checkpoint.weights import PICKLE_ADVICE, PICKLE_SUFFIXES, SafetensorsWeights, Weights
-from kvcore.errors import CheckpointError
+from kvcore.errors import CheckpointError, InvalidArgument
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -70,9 +70,10 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     if is_name and _NAME.fullmatch(text) and not text.endswith(".gguf"):
         try:
             fetched: Path = importlib.import_module("kvcore.checkpoint.pull").pull(text)
-            return _open_path(fetched, text)
-        except (CheckpointError, ValueError) as error:
+        except InvalidArgument as error:
             tried.append(f"a name that `kvcore pull` knows: {error}")
+        else:
+            return _open_path(fetched, text)
     elif is_name and _HUB_ID.fullmatch(text) and not text.endswith(".gguf"):
         return _open_path(_fetch(text), text)
     else:

@@ -152,17 +152,18 @@ def inv_freq(spec: RopeSpec, length: int = 0) -> tuple[_Floats, float]:
     one = np.float32(1)
     # nonsensical parameters may overflow; the result is then what arithmetic says, without a warning
     with np.errstate(all="ignore"):
-        base = np.float64(spec.theta)
+        base = spec.theta
         if spec.kind == "dynamic" and length > spec.max_position_embeddings:
             stretch = np.float64(spec.factor * length / spec.max_position_embeddings - (spec.factor - 1))
-            base = base * np.power(stretch, dim / (dim - 2))
+            base *= float(np.power(stretch, dim / (dim - 2)))
         exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-        powers: _Floats = np.power(base, exponents.astype(np.float64)).astype(np.float32)
+        powers: _Floats = np.power(np.full(dim // 2, base), exponents.astype(np.float64)).astype(np.float32)
         frequencies: _Floats = one / powers
         if spec.kind == "linear":
             frequencies = frequencies / np.float32(spec.factor)
         elif spec.kind == "factors":
-            frequencies = frequencies / np.asarray(spec.freq_factors, np.float32)
+            divisors: _Floats = np.asarray(spec.freq_factors, dtype=np.float32)
+            frequencies = frequencies / divisors
         elif spec.kind == "llama3":
             frequencies = _llama3(spec, frequencies)
         elif spec.kind == "yarn":
