@@ -1,1 +1,217 @@
-//! To come.
+//! Linear layers: `y = x @ W.T + b` over packed weights, for one row (decode) or thousands (prefill).
+//!
+//! ```text
+//! pack:     weights [out, in] -> groups of 32 outputs [out/32][in/STEP][2][16][STEP], zeros behind the edges
+//! forward:  cut [rows, out] into row blocks x column ranges; each task:
+//!             for every group of its columns: for every slice of the inputs: for every tile of rows:
+//!               sums[row][output] += x[row][i] * w[i][output], i in order; the last slice adds bias and writes
+//! ```
+//! An output's sum runs over the inputs in order in one lane of one accumulator, whatever the number of rows, the
+//! tiling or the threads: its bits depend on its own row and weights alone. A task reads its weights as one
+//! contiguous stream, which is what decode, bound by memory, asks for; a slice of a group stays in the L2 cache
+//! while all row tiles pass over it, which is what prefill asks for.
+#![forbid(unsafe_code)]
+
+mod buffer;
+mod fused;
+mod pack;
+mod product;
+
+use std::borrow::Cow;
+
+use crate::simd::{Bf16, F16, F32, Level};
+use crate::threads::{ShouldStop, Threads};
+use crate::{Error, Result};
+use buffer::Buffer;
+use pack::Stored;
+use product::GROUP_OUTPUTS;
+
+pub use fused::{gated_linear_add, norm_linear};
+
+/// What packed weights are held in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WeightDtype {
+    /// 32-bit floats: full f32 arithmetic.
+    F32,
+    /// bfloat16: inputs are rounded to bf16 (ties to even), sums are f32.
+    Bf16,
+    /// IEEE half precision: weights are widened to f32, inputs stay f32, sums are f32.
+    F16,
+}
+
+/// Weights as they come, row-major `[out, in]`. 16-bit formats are given as their bits.
+#[derive(Clone, Copy, Debug)]
+pub enum WeightsIn<'a> {
+    /// 32-bit floats.
+    F32(&'a [f32]),
+    /// IEEE half precision.
+    F16(&'a [u16]),
+    /// bfloat16.
+    Bf16(&'a [u16]),
+}
+
+impl WeightsIn<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(x) => x.len(),
+            Self::F16(x) | Self::Bf16(x) => x.len(),
+        }
+    }
+}
+
+/// A linear layer `y = x @ W.T + b` with packed weights `[out, in]` and an optional bias `[out]`.
+pub struct Linear {
+    weights: Buffer,
+    bias: Option<Vec<f32>>,
+    inputs: usize,
+    outputs: usize,
+    dtype: WeightDtype,
+}
+
+impl std::fmt::Debug for Linear {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Linear({} -> {}, {:?}, bias: {})", self.inputs, self.outputs, self.dtype, self.bias.is_some())
+    }
+}
+
+/// `Err(InvalidArgument)` unless `got == expected`.
+pub(crate) fn expect_len(what: &str, shape: &str, expected: usize, got: usize) -> Result<()> {
+    if expected == got {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!("{what}: expected {expected} values ({shape}), got {got}")))
+}
+
+/// The rows in `len` values of `width` each.
+pub(crate) fn rows_of(what: &str, len: usize, width: usize) -> Result<usize> {
+    if width == 0 || !len.is_multiple_of(width) {
+        return Err(Error::InvalidArgument(format!(
+            "{what}: expected whole rows of {width} values (at least 1), got {len} values"
+        )));
+    }
+    Ok(len / width)
+}
+
+impl Linear {
+    /// Pack `weights` (`[outputs, inputs]`, row-major) into `dtype`: exactly where it can hold them, else rounded
+    /// once (ties to even). `bias`: `[outputs]`. Panels are packed in parallel.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a size is 0 or a slice does not have `outputs * inputs` (or `outputs`) values;
+    /// [`Error::OutOfMemory`] if the packed form cannot be held.
+    pub fn pack(
+        level: Level,
+        threads: &Threads,
+        weights: WeightsIn<'_>,
+        outputs: usize,
+        inputs: usize,
+        dtype: WeightDtype,
+        bias: Option<&[f32]>,
+    ) -> Result<Self> {
+        if outputs == 0 || inputs == 0 {
+            return Err(Error::InvalidArgument(format!(
+                "weight: expected at least one output and one input, got shape [{outputs}, {inputs}]"
+            )));
+        }
+        let too_large = || Error::InvalidArgument(format!("weight: shape [{outputs}, {inputs}] overflows"));
+        let len = outputs.checked_mul(inputs).ok_or_else(too_large)?;
+        expect_len("weight", &format!("shape [{outputs}, {inputs}]"), len, weights.len())?;
+        if let Some(bias) = bias {
+            expect_len("bias", &format!("shape [{outputs}]"), outputs, bias.len())?;
+        }
+        let groups = outputs.div_ceil(GROUP_OUTPUTS);
+        let bytes = match dtype {
+            WeightDtype::F32 => 4 * GROUP_OUTPUTS,
+            WeightDtype::Bf16 | WeightDtype::F16 => 2 * GROUP_OUTPUTS,
+        };
+        let bytes = inputs.checked_add(1).and_then(|n| n.checked_mul(bytes)?.checked_mul(groups)).ok_or_else(too_large);
+        let mut packed = Buffer::zeroed(bytes? / (inputs + 1) * padded(inputs, dtype))?;
+        match dtype {
+            WeightDtype::F32 => pack::pack::<F32>(level, threads, weights, inputs, packed.groups_mut()),
+            WeightDtype::Bf16 => pack::pack::<Bf16>(level, threads, weights, inputs, packed.groups_mut()),
+            WeightDtype::F16 => pack::pack::<F16>(level, threads, weights, inputs, packed.groups_mut()),
+        }?;
+        Ok(Self { weights: packed, bias: bias.map(<[f32]>::to_vec), inputs, outputs, dtype })
+    }
+
+    /// Values of an input row.
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// Values of an output row.
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// What the weights are held in.
+    pub fn dtype(&self) -> WeightDtype {
+        self.dtype
+    }
+
+    /// Bytes held: packed weights with their padding, and the bias.
+    pub fn nbytes(&self) -> usize {
+        self.weights.len() + self.bias.as_ref().map_or(0, |bias| size_of_val(bias.as_slice()))
+    }
+
+    /// `out = x @ W.T + b`, or with `add` `out += x @ W.T + b` (the whole sum first, then one addition).
+    /// `x`: `[rows, inputs]`, `out`: `[rows, outputs]`; `rows` may be 0.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the shapes do not fit; [`Error::Interrupted`] if `should_stop` said so (`out`
+    /// is then partly written).
+    pub fn forward(
+        &self,
+        level: Level,
+        threads: &Threads,
+        x: &[f32],
+        out: &mut [f32],
+        add: bool,
+        should_stop: ShouldStop<'_>,
+    ) -> Result<()> {
+        let rows = rows_of("x", x.len(), self.inputs)?;
+        let expected = rows
+            .checked_mul(self.outputs)
+            .ok_or_else(|| Error::InvalidArgument(format!("out: shape [{rows}, {}] overflows", self.outputs)))?;
+        expect_len("out", &format!("shape [{rows}, {}]", self.outputs), expected, out.len())?;
+        if rows == 0 {
+            return Ok(());
+        }
+        match self.dtype {
+            WeightDtype::F32 => self.product::<F32>(level, threads, x, out, add, should_stop),
+            WeightDtype::Bf16 => self.product::<Bf16>(level, threads, x, out, add, should_stop),
+            WeightDtype::F16 => self.product::<F16>(level, threads, x, out, add, should_stop),
+        }
+    }
+
+    fn product<F: Stored>(
+        &self,
+        level: Level,
+        threads: &Threads,
+        x: &[f32],
+        out: &mut [f32],
+        add: bool,
+        should_stop: ShouldStop<'_>,
+    ) -> Result<()> {
+        let coefs = if F::STEP == 1 {
+            Cow::Borrowed(bytemuck::cast_slice(x))
+        } else {
+            Cow::Owned(product::coefs::<F>(level, threads, x, self.inputs, should_stop)?)
+        };
+        let layer = product::Layer::<F> {
+            weights: self.weights.groups(),
+            bias: self.bias.as_deref(),
+            steps: self.inputs.div_ceil(F::STEP),
+            outputs: self.outputs,
+        };
+        layer.forward(level, threads, &coefs, out, add, should_stop)
+    }
+}
+
+/// Inputs rounded up to whole steps of `dtype`.
+fn padded(inputs: usize, dtype: WeightDtype) -> usize {
+    match dtype {
+        WeightDtype::F32 | WeightDtype::F16 => inputs,
+        WeightDtype::Bf16 => inputs.next_multiple_of(2),
+    }
+}

@@ -1,0 +1,325 @@
+//! Products of packed weights with 1..N rows.
+//!
+//! ```text
+//! tile(M rows, Q groups):  sums[m][q] += coefs[m][i] * weights[q][i]   for i in the slice, in order
+//! ```
+//! Sums that wait for the next slice of inputs are stored and loaded again exactly, so slicing changes no bit.
+#![forbid(unsafe_code)]
+
+use super::pack::Stored;
+use crate::Result;
+use crate::simd::{LANES, Level, Simd, Work};
+use crate::threads::{ShouldStop, Threads};
+
+/// Panels of 16 outputs that lie interleaved in one group: one stream of memory feeds them all.
+pub(super) const GROUP: usize = 2;
+/// Outputs of a group.
+pub(super) const GROUP_OUTPUTS: usize = GROUP * LANES;
+
+/// Bytes of a slice of the weights that all row tiles pass over: it stays in the L2 cache.
+const SLICE: usize = 256 << 10;
+/// Multiply-adds that are worth handing to another thread.
+const TASK: usize = 1 << 19;
+/// Rows of a task: their factors stay in the L2 or L3 cache while the weights stream past.
+const TASK_ROWS: usize = 256;
+/// Tasks per thread: enough that a thread that was held up does not hold up the others.
+const TASKS_PER_THREAD: usize = 4;
+
+/// Packed weights `[groups][steps]` and what belongs to them.
+pub(super) struct Layer<'a, F: Stored> {
+    pub(super) weights: &'a [[F::Raw; GROUP]],
+    pub(super) bias: Option<&'a [f32]>,
+    pub(super) steps: usize,
+    pub(super) outputs: usize,
+}
+
+impl<F: Stored> Layer<'_, F> {
+    /// `out = coefs @ W.T + b` or `out +=` it; `coefs`: `[rows, steps]`.
+    pub(super) fn forward(
+        &self,
+        level: Level,
+        threads: &Threads,
+        coefs: &[F::Coef],
+        out: &mut [f32],
+        add: bool,
+        should_stop: ShouldStop<'_>,
+    ) -> Result<()> {
+        let rows = coefs.len() / self.steps;
+        let blocks = rows.div_ceil(TASK_ROWS);
+        let groups = self.weights.len() / self.steps;
+        let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);
+        let tasks = (work / TASK).clamp(1, TASKS_PER_THREAD * threads.num_threads());
+        let ranges = tasks.div_ceil(blocks).min(groups);
+
+        // [row block][column range], each a task with a slice of every row of its block.
+        let mut items = Vec::with_capacity(blocks * ranges);
+        for block in 0..blocks {
+            let (start, end) = (rows * block / blocks, rows * (block + 1) / blocks);
+            for range in 0..ranges {
+                let (first, last) = (groups * range / ranges, groups * (range + 1) / ranges);
+                let columns = first * GROUP_OUTPUTS..(last * GROUP_OUTPUTS).min(self.outputs);
+                items.push(Task::<F> {
+                    weights: &self.weights[first * self.steps..last * self.steps],
+                    bias: self.bias.map(|bias| &bias[columns]),
+                    steps: self.steps,
+                    coefs: &coefs[start * self.steps..end * self.steps],
+                    out: Vec::with_capacity(end - start),
+                    add,
+                });
+            }
+        }
+        for (row, out) in out.chunks_exact_mut(self.outputs).enumerate() {
+            // The block with rows * block / blocks <= row < rows * (block + 1) / blocks.
+            let block = ((row + 1) * blocks - 1) / rows;
+            let mut rest = out;
+            for range in 0..ranges {
+                let last = groups * (range + 1) / ranges;
+                let width = (last * GROUP_OUTPUTS).min(self.outputs) - (self.outputs - rest.len());
+                let (columns, behind) = rest.split_at_mut(width);
+                items[block * ranges + range].out.push(columns);
+                rest = behind;
+            }
+        }
+        threads.for_each(items, should_stop, |task| level.dispatch(task))
+    }
+}
+
+/// Some columns of some rows.
+struct Task<'a, F: Stored> {
+    weights: &'a [[F::Raw; GROUP]],
+    bias: Option<&'a [f32]>,
+    steps: usize,
+    coefs: &'a [F::Coef],
+    out: Vec<&'a mut [f32]>,
+    add: bool,
+}
+
+impl<F: Stored> Work for Task<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let groups = self.weights.len() / self.steps;
+        let rows = self.out.len();
+        // Wide registers: up to 12 rows x 1 group, or 6 x 2. Few rows take two groups at once, for as many sums
+        // that do not wait for each other.
+        let wide = S::ACCUMULATORS >= 16;
+        let max_rows = if wide { MAX_WIDE } else { MAX_NARROW };
+        let at_once = if rows <= max_rows / 2 { 2 } else { 1 };
+        let tiles = rows.div_ceil(max_rows);
+        let slice = (SLICE / (at_once * size_of::<[F::Raw; GROUP]>())).min(self.steps);
+        let slices = self.steps.div_ceil(slice);
+        let mut waiting = vec![[[0.0; LANES]; GROUP]; if slices > 1 { at_once * rows } else { 0 }];
+        let mut group = 0;
+        while group < groups {
+            let count = at_once.min(groups - group);
+            for i in 0..slices {
+                for t in 0..tiles {
+                    let (start, end) = (rows * t / tiles, rows * (t + 1) / tiles);
+                    let tile = Tile { task: &mut self, waiting: &mut waiting, group, row: start, slice, index: i };
+                    tile.run(s, end - start, count);
+                }
+            }
+            group += count;
+        }
+    }
+}
+
+const MAX_WIDE: usize = 12;
+const MAX_NARROW: usize = 2;
+
+/// One register tile: rows from `row` on, groups from `group` on, one slice of the inputs.
+struct Tile<'t, 'a, F: Stored> {
+    task: &'t mut Task<'a, F>,
+    waiting: &'t mut [[[f32; LANES]; GROUP]],
+    group: usize,
+    row: usize,
+    slice: usize,
+    index: usize,
+}
+
+impl<F: Stored> Tile<'_, '_, F> {
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S, rows: usize, groups: usize) {
+        macro_rules! by_size {
+            ($(($m:literal, $q:literal)),*) => {
+                match (rows, groups) {
+                    $(($m, $q) => s.run(Sized::<F, $m, $q>(self)),)*
+                    _ => unreachable!("{rows} rows x {groups} groups"),
+                }
+            };
+        }
+        if S::ACCUMULATORS >= 16 {
+            by_size!(
+                (1, 2),
+                (2, 2),
+                (3, 2),
+                (4, 2),
+                (5, 2),
+                (6, 2),
+                (1, 1),
+                (2, 1),
+                (3, 1),
+                (4, 1),
+                (5, 1),
+                (6, 1),
+                (7, 1),
+                (8, 1),
+                (9, 1),
+                (10, 1),
+                (11, 1),
+                (12, 1)
+            );
+        } else {
+            by_size!((1, 2), (1, 1), (2, 1));
+        }
+    }
+}
+
+/// A tile whose size is known when it is compiled: a function of its own, so that its sums stay in registers.
+struct Sized<'t, 'a, F: Stored, const M: usize, const Q: usize>(Tile<'t, 'a, F>);
+
+impl<F: Stored, const M: usize, const Q: usize> Work for Sized<'_, '_, F, M, Q> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Tile { task, waiting, group, row, slice, index } = self.0;
+        let steps = task.steps;
+        let (start, end) = (index * slice, ((index + 1) * slice).min(steps));
+        let weights: [&[[F::Raw; GROUP]]; Q] =
+            std::array::from_fn(|q| &task.weights[(group + q) * steps + start..(group + q) * steps + end]);
+        let coefs: [&[F::Coef]; M] =
+            std::array::from_fn(|m| &task.coefs[(row + m) * steps + start..(row + m) * steps + end]);
+
+        let mut sums = [[[s.splat(0.0); GROUP]; Q]; M];
+        if start > 0 {
+            for m in 0..M {
+                for q in 0..Q {
+                    for g in 0..GROUP {
+                        sums[m][q][g] = s.load(&waiting[(row + m) * Q + q][g]);
+                    }
+                }
+            }
+        }
+        accumulate::<S, F, M, Q>(s, &mut sums, weights, coefs);
+        for m in 0..M {
+            for q in 0..Q {
+                for g in 0..GROUP {
+                    if end < steps {
+                        s.store(sums[m][q][g], &mut waiting[(row + m) * Q + q][g]);
+                    } else {
+                        let column = (group + q) * GROUP_OUTPUTS + g * LANES;
+                        finish(s, sums[m][q][g], task.bias, column, task.add, task.out[row + m]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn accumulate<S: Simd, F: Stored, const M: usize, const Q: usize>(
+    s: S,
+    sums: &mut [[[S::F32; GROUP]; Q]; M],
+    weights: [&[[F::Raw; GROUP]]; Q],
+    coefs: [&[F::Coef]; M],
+) {
+    let steps = coefs[0].len();
+    let weights = weights.map(|w| &w[..steps]);
+    let coefs = coefs.map(|c| &c[..steps]);
+    let mut acc = *sums;
+    for i in 0..steps {
+        let mut loaded = [[F::load(s, &weights[0][i][0]); GROUP]; Q];
+        for q in 0..Q {
+            for g in 0..GROUP {
+                loaded[q][g] = F::load(s, &weights[q][i][g]);
+            }
+        }
+        for m in 0..M {
+            for q in 0..Q {
+                for g in 0..GROUP {
+                    acc[m][q][g] = F::dot(s, acc[m][q][g], loaded[q][g], coefs[m][i]);
+                }
+            }
+        }
+    }
+    *sums = acc;
+}
+
+/// Write (or add) up to 16 sums from `column` on: what lies behind the row's end is padding.
+#[inline(always)]
+fn finish<S: Simd>(s: S, sum: S::F32, bias: Option<&[f32]>, column: usize, add: bool, out: &mut [f32]) {
+    let Some(out) = out.get_mut(column..) else { return };
+    let bias = bias.map(|bias| &bias[column..]);
+    if let Some(out) = out.first_chunk_mut::<LANES>() {
+        let mut sum = sum;
+        if let Some(bias) = bias.and_then(|bias| bias.first_chunk()) {
+            sum = s.add(sum, s.load(bias));
+        }
+        if add {
+            sum = s.add(s.load(out), sum);
+        }
+        s.store(sum, out);
+    } else {
+        let mut lanes = [0.0; LANES];
+        s.store(sum, &mut lanes);
+        for (i, out) in out.iter_mut().enumerate() {
+            let sum = bias.map_or(lanes[i], |bias| lanes[i] + bias[i]);
+            *out = if add { *out + sum } else { sum };
+        }
+    }
+}
+
+/// The factors of `x` (`[rows, inputs]`), rounded as `F` multiplies: `[rows, steps]`.
+pub(super) fn coefs<F: Stored>(
+    level: Level,
+    threads: &Threads,
+    x: &[f32],
+    inputs: usize,
+    should_stop: ShouldStop<'_>,
+) -> Result<Vec<F::Coef>> {
+    /// Values that are worth handing to another thread.
+    const TASK: usize = 1 << 17;
+    let (rows, steps) = (x.len() / inputs, inputs.div_ceil(F::STEP));
+    let mut coefs = vec![<F::Coef as bytemuck::Zeroable>::zeroed(); rows * steps];
+    let tasks = (x.len() / TASK).clamp(1, threads.num_threads());
+    let rows = rows.div_ceil(tasks);
+    let items: Vec<_> = x
+        .chunks(rows * inputs)
+        .zip(coefs.chunks_mut(rows * steps))
+        .map(|(x, coefs)| Round::<F> { x, inputs, coefs })
+        .collect();
+    threads.for_each(items, should_stop, |item| level.dispatch(item))?;
+    Ok(coefs)
+}
+
+struct Round<'a, F: Stored> {
+    x: &'a [f32],
+    inputs: usize,
+    coefs: &'a mut [F::Coef],
+}
+
+impl<F: Stored> Work for Round<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let steps = self.inputs.div_ceil(F::STEP);
+        for (x, coefs) in self.x.chunks_exact(self.inputs).zip(self.coefs.chunks_exact_mut(steps)) {
+            let coefs: &mut [F::Elem] = bytemuck::cast_slice_mut(coefs);
+            let (whole, rest) = x.as_chunks::<LANES>();
+            let (to, to_rest) = coefs.as_chunks_mut::<LANES>();
+            for (x, to) in whole.iter().zip(&mut *to) {
+                F::narrow(s, s.load(x), to);
+            }
+            let mut lanes = [0.0; LANES];
+            lanes[..rest.len()].copy_from_slice(rest);
+            let mut rounded = [<F::Elem as bytemuck::Zeroable>::zeroed(); LANES];
+            F::narrow(s, s.load(&lanes), &mut rounded);
+            let to_rest = if to.len() > whole.len() { &mut to[whole.len()][..] } else { to_rest };
+            let n = to_rest.len();
+            to_rest.copy_from_slice(&rounded[..n]);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Rotary position embedding, half-split as in Hugging Face's models, and the split of a joint q, k, v row.
+//!
+//! ```text
+//! (a, b) = (x[i], x[i + w]);  x[i] = a * cos[i] - b * sin[i];  x[i + w] = b * cos[i] + a * sin[i]   for i < w
+//! ```
+//! `w` is the number of cos columns: half of the head's rotated dims. What lies behind `2 * w` is copied.
+#![forbid(unsafe_code)]
+
+use super::rows_per_task;
+use crate::linear::{expect_len, rows_of};
+use crate::simd::{LANES, Level, Simd, Work};
+use crate::threads::{ShouldStop, Threads};
+use crate::{Error, Result};
+
+/// Sizes of a joint q, k, v row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RopeShape {
+    /// Query heads (H).
+    pub num_heads: usize,
+    /// Key and value heads (KV).
+    pub num_kv_heads: usize,
+    /// Dims of a head (hd).
+    pub head_dim: usize,
+    /// Columns of cos and sin (w): the first `2 * w` dims of each head are rotated; at most `head_dim / 2`.
+    pub cos_width: usize,
+}
+
+impl RopeShape {
+    /// Values of a q row and of a k or v row.
+    fn widths(&self) -> Result<(usize, usize)> {
+        let Self { num_heads, num_kv_heads, head_dim, cos_width } = *self;
+        if num_heads == 0 || num_kv_heads == 0 || head_dim == 0 || cos_width > head_dim / 2 {
+            return Err(Error::InvalidArgument(format!(
+                "rope: expected at least one head of each kind, at least one dim and at most head_dim / 2 columns \
+                 of cos, got {num_heads} and {num_kv_heads} heads of {head_dim} dims and {cos_width} columns"
+            )));
+        }
+        let overflow = || Error::InvalidArgument(format!("rope: {self:?} overflows"));
+        let q = num_heads.checked_mul(head_dim).ok_or_else(overflow)?;
+        let kv = num_kv_heads.checked_mul(head_dim).ok_or_else(overflow)?;
+        kv.checked_mul(2).and_then(|kv| kv.checked_add(q)).ok_or_else(overflow)?;
+        Ok((q, kv))
+    }
+}
+
+/// Split `qkv` (`[rows, (H + 2 * KV) * hd]`: all q heads, all k heads, all v heads) into `q` (`[rows, H, hd]`), `k` and
+/// `v` (`[rows, KV, hd]`), rotating q and k. `cos_sin`: cos and sin, each `[rows, w]`.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the shapes do not fit;
+/// [`Error::Interrupted`](crate::Error::Interrupted) if `should_stop` said so.
+pub fn rope_split(
+    level: Level,
+    threads: &Threads,
+    qkv: &[f32],
+    cos_sin: (&[f32], &[f32]),
+    shape: RopeShape,
+    out: (&mut [f32], &mut [f32], &mut [f32]),
+    should_stop: ShouldStop<'_>,
+) -> Result<()> {
+    let (q_width, kv_width) = shape.widths()?;
+    let width = q_width + 2 * kv_width;
+    let rows = rows_of("qkv", qkv.len(), width)?;
+    let ((cos, sin), (q, k, v)) = (cos_sin, out);
+    for (what, x) in [("cos", cos), ("sin", sin)] {
+        expect_len(what, &format!("shape [{rows}, {}]", shape.cos_width), rows * shape.cos_width, x.len())?;
+    }
+    for (what, x, width) in [("q", &*q, q_width), ("k", &*k, kv_width), ("v", &*v, kv_width)] {
+        expect_len(what, &format!("shape [{rows}, {width}]"), rows * width, x.len())?;
+    }
+    let each = rows_per_task(rows, width, threads);
+    let items = qkv
+        .chunks(each * width)
+        .zip(q.chunks_mut(each * q_width))
+        .zip(k.chunks_mut(each * kv_width).zip(v.chunks_mut(each * kv_width)))
+        .enumerate()
+        .map(|(i, ((qkv, q), (k, v)))| {
+            let from = i * each * shape.cos_width;
+            Split { qkv, cos: &cos[from..], sin: &sin[from..], shape, q, k, v }
+        })
+        .collect();
+    threads.for_each(items, should_stop, |item| level.dispatch(item))
+}
+
+struct Split<'a> {
+    qkv: &'a [f32],
+    cos: &'a [f32],
+    sin: &'a [f32],
+    shape: RopeShape,
+    q: &'a mut [f32],
+    k: &'a mut [f32],
+    v: &'a mut [f32],
+}
+
+impl Work for Split<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let RopeShape { num_heads, num_kv_heads, head_dim, cos_width } = self.shape;
+        let (q_width, kv_width) = (num_heads * head_dim, num_kv_heads * head_dim);
+        let outs = self.q.chunks_exact_mut(q_width).zip(self.k.chunks_exact_mut(kv_width));
+        let outs = outs.zip(self.v.chunks_exact_mut(kv_width));
+        for (row, (qkv, ((q, k), v))) in self.qkv.chunks_exact(q_width + 2 * kv_width).zip(outs).enumerate() {
+            let cos = &self.cos[row * cos_width..][..cos_width];
+            let sin = &self.sin[row * cos_width..][..cos_width];
+            let (rotated, plain) = qkv.split_at(q_width + kv_width);
+            let heads = q.chunks_exact_mut(head_dim).chain(k.chunks_exact_mut(head_dim));
+            for (x, out) in rotated.chunks_exact(head_dim).zip(heads) {
+                rotate(s, x, cos, sin, out);
+            }
+            v.copy_from_slice(plain);
+        }
+    }
+}
+
+/// One head; each product is rounded before the sum, as in the models' own code.
+#[inline(always)]
+fn rotate<S: Simd>(s: S, x: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
+    let width = cos.len();
+    let (a, rest) = x.split_at(width);
+    let (b, plain) = rest.split_at(width);
+    let (out_a, rest) = out.split_at_mut(width);
+    let (out_b, out_plain) = rest.split_at_mut(width);
+    out_plain.copy_from_slice(plain);
+    let (mut i, whole) = (0, width - width % LANES);
+    while i < whole {
+        let at = |x: &[f32]| s.load(x[i..].first_chunk().expect("16 values behind a whole chunk's start"));
+        let (a, b, cos, sin) = (at(a), at(b), at(cos), at(sin));
+        let first = s.sub(s.mul(a, cos), s.mul(b, sin));
+        let second = s.add(s.mul(b, cos), s.mul(a, sin));
+        s.store(first, out_a[i..].first_chunk_mut().expect("as above"));
+        s.store(second, out_b[i..].first_chunk_mut().expect("as above"));
+        i += LANES;
+    }
+    for i in whole..width {
+        out_a[i] = a[i] * cos[i] - b[i] * sin[i];
+        out_b[i] = b[i] * cos[i] + a[i] * sin[i];
+    }
+}
