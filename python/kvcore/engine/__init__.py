@@ -1,1 +1,1 @@
-"""To come."""
+"""The engine: token ids in, token ids out, one step at a time."""

@@ -1,0 +1,98 @@
+"""What the engine needs of a cache and of a model, as protocols.
+
+The engine is written against these and nothing else, so that it runs on the native ``KVCache`` and any decoder, and
+on mocks in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+
+class Handle(Protocol):
+    """A sequence in the cache."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of the first tokens were found in the prefix index when the sequence was added."""
+        ...
+
+
+class Cache(Protocol):
+    """The paged KV cache. ``kvcore.KVCache`` documents each of these."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that an allocation may take: unused ones, and cached ones that no sequence references."""
+        ...
+
+    def add(self, token_ids: Any, salt: Any = None, /, *, use_prefix: bool = True) -> Handle:
+        """Register a sequence; with ``use_prefix`` it starts with the blocks of its longest cached prefix."""
+        ...
+
+    def append(self, seq: Any, token_ids: Any, /) -> None:
+        """Add token ids to a sequence."""
+        ...
+
+    def plan(self, items: Any, /) -> Any:
+        """Take slots for the next n tokens of each ``(handle, n)``, all or nothing."""
+        ...
+
+    def commit(self, batch: Any, /) -> None:
+        """Mark a batch's tokens as computed."""
+        ...
+
+    def free(self, seq: Any, /) -> None:
+        """Return a sequence's blocks."""
+        ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counts of the cache."""
+        ...
+
+
+class Model(Protocol):
+    """A decoder that keeps its keys and values in a cache."""
+
+    @property
+    def cache(self) -> Any:
+        """The ``Cache`` that ``forward`` writes to and reads from."""
+        ...
+
+    @property
+    def spec(self) -> Any:
+        """What the decoder is; the engine reads ``spec.vocab_size``."""
+        ...
+
+    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
+        """What a prompt of this length adds to its block keys, where keys depend on more than the tokens."""
+        ...
+
+    def forward(
+        self,
+        batch: Any,
+        token_ids: IntArray,
+        positions: IntArray,
+        prompt_lens: IntArray,
+        logit_rows: IntArray,
+        /,
+    ) -> FloatArray:
+        """Run the planned rows; logits float32 [len(logit_rows), vocab] of the rows asked for."""
+        ...

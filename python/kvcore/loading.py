@@ -1,0 +1,312 @@
+"""From a model's name and the options of ``LLM`` to the parts that it runs: decoder, cache, tokenizer, template.
+
+Each part is built by one small function here, and each heavy module is imported by the function that needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.engine.memory import available_memory
+from kvcore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvcore.checkpoint.config import GenerationConfig
+    from kvcore.models.spec import DecoderSpec
+    from kvcore.text.chat import ChatTemplate
+    from kvcore.text.tokenizer import Tokenizer
+
+DTYPE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "fp8_e4m3"}
+"""Short forms, taken wherever a dtype is."""
+
+WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0, "int4": 0.5}
+"""The kinds of cache by name, and the bytes of a value."""
+
+_DEFAULT_KV_MEMORY = 4 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``LLM``, checked; ``LLM`` documents them.
+
+    Raises:
+        InvalidArgument: a value out of range.
+        TypeError: a value of the wrong type.
+    """
+
+    dtype: str = "auto"
+    quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory: int | None = None
+    num_kv_blocks: int | None = None
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    prefix_ttl: float | None = 300.0
+    num_threads: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _name("dtype", self.dtype, WEIGHT_DTYPES))
+        object.__setattr__(self, "kv_cache_dtype", _name("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_BYTES)))
+        _name("quantization", self.quantization, ("auto", "none", "int8", "int4"))
+        if self.quantization in ("int8", "int4"):
+            raise InvalidArgument(
+                f"quantization: expected 'auto' or 'none', got {self.quantization!r}, which is not supported yet"
+            )
+        for name, minimum in (("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
+            _check_integer(name, getattr(self, name), minimum)
+        for name in ("kv_cache_memory", "num_kv_blocks", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 1)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0)
+        if self.block_size % 16 != 0:
+            raise InvalidArgument(f"block_size: expected a multiple of 16, got {self.block_size}")
+        if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
+            raise InvalidArgument("kv_cache_memory, num_kv_blocks: expected at most one of them, got both")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise TypeError(f"enable_prefix_caching: expected True or False, got {self.enable_prefix_caching!r}")
+        ttl: Any = self.prefix_ttl
+        if ttl is not None:
+            if isinstance(ttl, bool) or not isinstance(ttl, (int, float)):
+                raise TypeError(f"prefix_ttl: expected None or seconds, got {ttl!r}")
+            if not 0 <= ttl < math.inf:
+                raise InvalidArgument(f"prefix_ttl: expected None or seconds of at least 0, got {ttl!r}")
+
+    @classmethod
+    def check(cls, values: Mapping[str, Any]) -> Options:
+        """Options from keyword arguments. Raises TypeError for a name that is none."""
+        names = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise TypeError(f"{name}: expected an option of LLM ({', '.join(names)})")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an ``LLM`` is made of."""
+
+    decoder: Any
+    generation: GenerationConfig | None = None
+    tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
+    max_model_len: int | None = None
+    name: str = "model"
+
+
+def load_parts(model: str | Path, options: Options) -> Parts:
+    """Open a checkpoint and build everything from it.
+
+    Raises:
+        CheckpointError: the files are bad, missing or not supported.
+        InvalidArgument: options that the model does not allow.
+    """
+    from kvcore.checkpoint.source import open_checkpoint
+
+    checkpoint = open_checkpoint(model)
+    tokenizer = make_tokenizer(checkpoint.tokenizer_source)
+    spec = make_spec(checkpoint.config)
+    return Parts(
+        make_decoder(spec, checkpoint.weights, checkpoint.config, options),
+        checkpoint.generation,
+        tokenizer,
+        make_chat_template(tokenizer),
+        model_length(spec, options),
+        str(checkpoint.name),
+    )
+
+
+def parts_from_config(config: Mapping[str, Any], seed: int, options: Options) -> Parts:
+    """Build a model with random weights from a configuration alone; it serves token ids.
+
+    Raises:
+        CheckpointError: the configuration is bad or not supported.
+        InvalidArgument: options that the model does not allow.
+    """
+    from kvcore.checkpoint.config import GenerationConfig
+
+    spec = make_spec(config)
+    return Parts(
+        make_decoder(spec, RandomWeights(spec, seed), config, options),
+        GenerationConfig.merge(config),
+        max_model_len=model_length(spec, options),
+        name=f"random {spec.family}",
+    )
+
+
+def make_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """What the configuration describes. Raises CheckpointError."""
+    from kvcore.models.families import spec_from_config
+
+    return spec_from_config(config)
+
+
+def make_tokenizer(source: Any) -> Tokenizer | None:
+    """The tokenizer from a GGUF file's metadata, a tokenizer.json or its folder; None from None."""
+    if source is None:
+        return None
+    from kvcore.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_gguf(source) if isinstance(source, Mapping) else Tokenizer.from_file(source)
+
+
+def make_chat_template(tokenizer: Tokenizer | None, template: str | None = None) -> ChatTemplate | None:
+    """The tokenizer's chat template, or ``template`` with the tokenizer's special tokens."""
+    from kvcore.text.chat import ChatTemplate
+
+    if template is not None:
+        return ChatTemplate(template, special_tokens=tokenizer.special_tokens if tokenizer is not None else None)
+    if tokenizer is None or tokenizer.chat_template is None:
+        return None
+    return ChatTemplate.from_tokenizer(tokenizer)
+
+
+def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], options: Options) -> Any:
+    """The decoder with its weights packed and its cache allocated."""
+    from kvcore._kvcore import KVCache
+    from kvcore.models.decoder import Decoder
+
+    dtype = weight_dtype(config, options)
+    kv_dtype = kv_cache_dtype(dtype, options)
+    cache = KVCache(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_blocks=num_blocks(spec, kv_dtype, options),
+        block_size=options.block_size,
+        dtype=kv_dtype,
+        enable_prefix_caching=options.enable_prefix_caching,
+        num_threads=options.num_threads,
+    )
+    return Decoder(spec, weights, cache, dtype=dtype, num_threads=options.num_threads)
+
+
+def weight_dtype(config: Mapping[str, Any], options: Options) -> str:
+    """What weights are held in: "auto" is the type that they were saved in, bfloat16 if that is none of ours."""
+    from kvcore.checkpoint.config import config_dtype
+
+    if options.dtype != "auto":
+        return options.dtype
+    saved = config_dtype(config)
+    return saved if saved in WEIGHT_DTYPES else "bfloat16"
+
+
+def kv_cache_dtype(dtype: str, options: Options) -> str:
+    """What the cache holds: "auto" is float32 beside float32 weights, and bfloat16 beside all others."""
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def model_length(spec: DecoderSpec, options: Options) -> int | None:
+    """The most tokens of a sequence: the option, else what the model was made for. Dynamic rope has no limit.
+
+    Raises:
+        InvalidArgument: the option is more than the model was made for.
+    """
+    limit = None if spec.rope.kind == "dynamic" else spec.max_position_embeddings
+    if options.max_model_len is None:
+        return limit
+    if limit is not None and options.max_model_len > limit:
+        raise InvalidArgument(
+            f"max_model_len: expected at most {limit} (the model's max_position_embeddings), "
+            f"got {options.max_model_len}"
+        )
+    return options.max_model_len
+
+
+def num_blocks(spec: DecoderSpec, kv_dtype: str, options: Options) -> int:
+    """How many blocks the cache gets: the option, or as many as ``kv_cache_memory`` bytes hold.
+
+    Without either: what ``max_num_seqs`` sequences of the full length need, but no more than 4 GiB (or what one
+    such sequence needs, if that is more), and no more than half of the memory that is available.
+
+    Raises:
+        InvalidArgument: the memory does not hold a single block.
+    """
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * KV_BYTES[kv_dtype]
+    block = math.ceil(per_token * options.block_size)
+    memory = options.kv_cache_memory
+    if memory is None:
+        length = model_length(spec, options) or spec.max_position_embeddings
+        sequence = -(-length // options.block_size) * block
+        memory = min(options.max_num_seqs * sequence, max(_DEFAULT_KV_MEMORY, sequence))
+        memory = max(min(memory, available_memory() // 2), block)
+    if memory < block:
+        raise InvalidArgument(f"kv_cache_memory: expected at least {block} bytes (one block), got {memory}")
+    return memory // block
+
+
+class RandomWeights:
+    """Weights that are drawn when asked for: norms are 1, biases 0, matrices normal with deviation 1 / sqrt(inputs).
+
+    They depend on the seed and the tensor's name only.
+    """
+
+    source = "random weights"
+
+    def __init__(self, spec: DecoderSpec, seed: int) -> None:
+        self._seed = seed
+        # tensors that may be missing are missing: no biases, and a tied output matrix
+        self._shapes = {tensor.name: tensor.shape for tensor in spec.all_tensors() if tensor.required}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Always float32."""
+        return np.dtype(np.float32)
+
+    def get(self, name: str) -> npt.NDArray[Any]:
+        """The tensor, float32."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return (np.zeros if name.endswith("bias") else np.ones)(shape, np.float32)
+        generator = np.random.default_rng([self._seed, *name.encode()])
+        # an embedding's rows are looked up, so its inputs are its width as well
+        values: npt.NDArray[Any] = generator.standard_normal(shape, np.float32)
+        values /= np.float32(math.sqrt(shape[-1]))
+        return values
+
+    def unused(self) -> list[str]:
+        """Nothing is ever left over."""
+        return []
+
+
+def _name(field: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: expected a string, got {type(value).__name__}")
+    name = DTYPE_NAMES.get(value, value)
+    if name not in allowed:
+        raise InvalidArgument(f"{field}: expected one of {', '.join(allowed)}, got {value!r}")
+    return name
+
+
+def _check_integer(field: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{field}: expected an integer, got {value!r} ({type(value).__name__})")
+    if value < minimum:
+        raise InvalidArgument(f"{field}: expected an integer of at least {minimum}, got {value}")
