@@ -110,7 +110,7 @@ def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failed_pull_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     put_pull(monkeypatch, CheckpointError("pip could not fetch it"))
-    with pytest.raises(CheckpointError, match="^pip could not fetch it$"):
+    with pytest.raises(CheckpointError, match=r"^pip could not fetch it$"):
         open_checkpoint("smollm2")
 
 
