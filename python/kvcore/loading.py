@@ -191,7 +191,7 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
         enable_prefix_caching=options.enable_prefix_caching,
         num_threads=options.num_threads,
     )
-    return Decoder(spec, weights, cache, dtype=dtype, num_threads=options.num_threads)
+    return Decoder(spec, weights, cache, dtype=dtype)
 
 
 def weight_dtype(config: Mapping[str, Any], options: Options) -> str:

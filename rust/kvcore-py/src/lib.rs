@@ -1,11 +1,31 @@
 //! Python bindings: an export list only.
 #![forbid(unsafe_code)]
 
+mod arrays;
+mod cache;
+mod error;
+mod linear;
+mod ops;
+mod runtime;
+
 use pyo3::prelude::*;
 
 /// The native core of kvcore.
 #[pymodule]
 mod _kvcore {
     #[pymodule_export]
-    const __version__: &str = env!("CARGO_PKG_VERSION");
+    use super::cache::{PyBatch, PyKvCache, PySequence};
+    #[pymodule_export]
+    use super::linear::PyLinear;
+    #[pymodule_export]
+    use super::ops::{argmax, e4m3_decode, e4m3_encode, reference_attention, rms_norm, rope_split, silu_mul};
+    #[pymodule_export]
+    use super::runtime::{PyThreads, available_simd, simd};
+
+    use super::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
 }

@@ -1,0 +1,182 @@
+"""Runs any decoder that a ``DecoderSpec`` describes, over a paged KV cache.
+
+    x = embed_tokens[token_ids]
+    for each layer:
+        q, k, v = rope(norm(x) @ Wqkv)          one joint product
+        cache.write(layer, k, v)
+        x += cache.attend(layer, q) @ Wo
+        x += (silu(gate) * up) @ Wdown          gate, up = norm(x) @ Wgate_up, one joint product
+    logits = norm(x[wanted rows]) @ Wout
+
+Activations are float32 [rows, hidden_size]; rows of many sequences, prefill and decode alike, go through together. Each
+row's result depends on its own token, position and context alone, down to the bit, because every native call promises
+that of its rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kvcore._kvcore import Linear, rope_split
+from kvcore.errors import CheckpointError
+from kvcore.models.rope import RopeTable
+from kvcore.models.spec import check_weights, read_output, read_tensor, unused_tensors
+
+if TYPE_CHECKING:
+    from kvcore._kvcore import Batch, KVCache
+    from kvcore.checkpoint.weights import Weights
+    from kvcore.models.spec import DecoderSpec
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+_NUMPY_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's weights, packed; the norms are float32 [hidden_size]."""
+
+    input_norm: FloatArray
+    qkv: Linear
+    output: Linear
+    mlp_norm: FloatArray
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A decoder with packed weights.
+
+    Args:
+        spec: what the decoder is.
+        weights: its tensors, read one at a time.
+        cache: the KV cache; its shape must be the spec's, its threads run the products, too.
+        dtype: what matrices are held in: float32, bfloat16 or float16. Norms and biases are float32.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape or type than the spec says.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: Weights, cache: KVCache, *, dtype: str) -> None:
+        check_weights(spec, weights)
+        if spec.rope.rotary_dim > spec.head_dim:
+            raise CheckpointError(f"rope: expected at most {spec.head_dim} rotated dimensions, got {spec.rope.rotary_dim}")
+        self.spec = spec
+        self.cache = cache
+        self._threads = cache.threads
+        self._rope = RopeTable(spec.rope)
+        self._dtype = dtype
+        read = _Reader(spec, weights, dtype, cache)
+        self._embedding = read.matrix("embed_tokens.weight")
+        output = read_output(spec, weights)
+        self._output = read.pack(self._embedding if output is None else output, None)
+        self._norm = read.vector("norm.weight")
+        self._layers = [read.layer(layer) for layer in range(spec.num_layers)]
+        left = unused_tensors(spec, weights)
+        if left:
+            names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            warnings.warn(f"{weights.source}: {len(left)} tensors are not used: {names}", stacklevel=2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held."""
+        layers = sum(x.qkv.nbytes + x.output.nbytes + x.gate_up.nbytes + x.down.nbytes for x in self._layers)
+        norms = self._norm.nbytes + sum(x.input_norm.nbytes + x.mlp_norm.nbytes for x in self._layers)
+        return self._embedding.nbytes + self._output.nbytes + layers + norms
+
+    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
+        """What the rope of a prompt of this length adds to its block keys; None for all kinds but dynamic."""
+        return self._rope.cache_key(prompt_len)
+
+    def forward(
+        self,
+        batch: Batch,
+        token_ids: IntArray,
+        positions: IntArray,
+        prompt_lens: IntArray,
+        logit_rows: IntArray,
+        /,
+    ) -> FloatArray:
+        """Run the planned rows and write their K and V; the caller plans before and commits after.
+
+        Args:
+            batch: what ``cache.plan`` granted for these rows.
+            token_ids: int64 [rows], each below ``spec.vocab_size``.
+            positions: int64 [rows].
+            prompt_lens: int64 [rows], the prompt length of each row's request (for rope that depends on it).
+            logit_rows: int64 [n], the rows whose logits are wanted.
+
+        Returns:
+            float32 [n, vocab_size].
+        """
+        spec, cache = self.spec, self.cache
+        cos, sin = self._rope.cos_sin(positions, prompt_lens)
+        x: FloatArray = self._embedding[token_ids].astype(np.float32)
+        width = spec.num_heads * spec.head_dim
+        for i, layer in enumerate(self._layers):
+            qkv = layer.qkv.norm_forward(x, layer.input_norm, spec.norm_eps)
+            q, k, v = rope_split(
+                qkv, cos, sin, spec.num_heads, spec.num_kv_heads, spec.head_dim, threads=self._threads
+            )
+            cache.write(i, batch, k, v)
+            attended = cache.attend(i, batch, q)
+            if i == spec.num_layers - 1 and len(logit_rows) < len(x):
+                # Behind the last layer's K and V only the wanted rows matter.
+                x, attended = x[logit_rows], attended[logit_rows]
+            layer.output.add_forward(attended.reshape(-1, width), x)
+            gate_up = layer.gate_up.norm_forward(x, layer.mlp_norm, spec.norm_eps)
+            layer.down.gated_add_forward(gate_up, x)
+        if len(x) != len(logit_rows):
+            x = x[logit_rows]
+        return self._output.norm_forward(x, self._norm, spec.norm_eps)
+
+
+class _Reader:
+    """Reads a spec's tensors and packs them."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights, dtype: str, cache: KVCache) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._dtype = dtype
+        self._threads = cache.threads
+
+    def layer(self, layer: int) -> _Layer:
+        return _Layer(
+            input_norm=self.vector("input_norm.weight", layer),
+            qkv=self._joint(("q_proj", "k_proj", "v_proj"), layer),
+            output=self._joint(("o_proj",), layer),
+            mlp_norm=self.vector("mlp_norm.weight", layer),
+            gate_up=self._joint(("gate_proj", "up_proj"), layer),
+            down=self._joint(("down_proj",), layer),
+        )
+
+    def vector(self, role: str, layer: int | None = None) -> FloatArray:
+        tensor = read_tensor(self._spec, self._weights, role, layer)
+        assert tensor is not None, role  # check_weights has seen it
+        return np.ascontiguousarray(tensor, np.float32)
+
+    def matrix(self, role: str) -> npt.NDArray[Any]:
+        tensor = read_tensor(self._spec, self._weights, role)
+        assert tensor is not None, role
+        return tensor.astype(_NUMPY_DTYPES[self._dtype])
+
+    def pack(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None) -> Linear:
+        return Linear(weight, bias, dtype=self._dtype, threads=self._threads)
+
+    def _joint(self, names: tuple[str, ...], layer: int) -> Linear:
+        """Matrices with the same input as one, the outputs below each other."""
+        matrices = [read_tensor(self._spec, self._weights, f"{name}.weight", layer) for name in names]
+        weights = [matrix for matrix in matrices if matrix is not None]
+        biases = [read_tensor(self._spec, self._weights, f"{name}.bias", layer) for name in names]
+        bias = None
+        if any(b is not None for b in biases):
+            parts = zip(weights, biases, strict=True)
+            bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b.astype(np.float32) for w, b in parts])
+        return self.pack(weights[0] if len(weights) == 1 else np.concatenate(weights), bias)

@@ -1,0 +1,171 @@
+//! numpy arrays to slices: dtype, shape and contiguity, with a clear `TypeError` or `InvalidArgument` otherwise.
+#![forbid(unsafe_code)]
+
+use numpy::{
+    Element, PyArray, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString};
+
+use crate::error::invalid;
+
+/// A float32 array `[d0, d1, ..]`, contiguous. float16 and bfloat16 (of ml_dtypes) are widened, which is exact; other
+/// dtypes are a `TypeError`. `None` in `shape` takes any extent.
+pub fn floats<'py>(
+    name: &str,
+    value: &Bound<'py, PyAny>,
+    shape: &[Option<usize>],
+) -> PyResult<PyReadonlyArrayDyn<'py, f32>> {
+    let array = as_array(name, value, "float32")?;
+    check_shape(name, array.shape(), shape)?;
+    let kind = dtype_name(&array)?;
+    let array = match kind.as_str() {
+        "float32" => array.into_any(),
+        "float16" | "bfloat16" => array.call_method1("astype", ("float32",))?,
+        _ => return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}"))),
+    };
+    contiguous(&array)
+}
+
+/// A float32 array that is written in place: it must be contiguous and writable.
+pub fn floats_in_place<'py>(
+    name: &str,
+    value: &Bound<'py, PyAny>,
+    shape: &[Option<usize>],
+) -> PyResult<PyReadwriteArrayDyn<'py, f32>> {
+    let array = as_array(name, value, "float32")?;
+    check_shape(name, array.shape(), shape)?;
+    let kind = dtype_name(&array)?;
+    let Ok(array) = array.cast_into::<PyArrayDyn<f32>>() else {
+        return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}")));
+    };
+    let writable = array.try_readwrite().ok().filter(|a| a.is_c_contiguous());
+    writable.ok_or_else(|| {
+        invalid(format!("{name}: expected a writable, C-contiguous array (it is changed in place)"))
+    })
+}
+
+/// Weights in the dtype they are stored in, contiguous.
+pub enum Weights<'py> {
+    /// float32.
+    F32(PyReadonlyArrayDyn<'py, f32>),
+    /// float16, as bits.
+    F16(PyReadonlyArrayDyn<'py, u16>),
+    /// bfloat16 of ml_dtypes, as bits.
+    Bf16(PyReadonlyArrayDyn<'py, u16>),
+}
+
+/// A two-dimensional array of float32, float16 or bfloat16, and its shape.
+pub fn weights<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<(Weights<'py>, usize, usize)> {
+    let array = as_array(name, value, "float32, float16 or bfloat16")?;
+    check_shape(name, array.shape(), &[None, None])?;
+    let (outputs, inputs) = (array.shape()[0], array.shape()[1]);
+    let bits = |array: &Bound<'py, PyUntypedArray>| {
+        let array = array.py().import("numpy")?.call_method1("ascontiguousarray", (array,))?;
+        contiguous::<u16>(&array.call_method1("view", ("uint16",))?)
+    };
+    let weights = match dtype_name(&array)?.as_str() {
+        "float32" => Weights::F32(contiguous(array.as_any())?),
+        "float16" => Weights::F16(bits(&array)?),
+        "bfloat16" => Weights::Bf16(bits(&array)?),
+        other => {
+            return Err(PyTypeError::new_err(format!("{name}: expected float32, float16 or bfloat16, got {other}")));
+        }
+    };
+    Ok((weights, outputs, inputs))
+}
+
+/// Token ids: a sequence or an array of integers from 0 to 2^32 - 2.
+pub fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    let too_large = |id: &dyn std::fmt::Display| {
+        invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1))
+    };
+    let checked = |id: i64| u32::try_from(id).ok().filter(|&id| id < u32::MAX).ok_or_else(|| too_large(&id));
+    if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
+        return Err(PyTypeError::new_err(format!(
+            "{name}: expected a sequence of integers, got {}",
+            value.get_type().name()?
+        )));
+    }
+    if let Ok(array) = value.cast::<PyUntypedArray>() {
+        check_shape(name, array.shape(), &[None])?;
+        if let Ok(ids) = array.cast::<PyArray<u32, numpy::Ix1>>() {
+            return ids.try_readonly()?.as_array().iter().map(|&id| checked(i64::from(id))).collect();
+        }
+        if let Ok(ids) = array.cast::<PyArray<i32, numpy::Ix1>>() {
+            return ids.try_readonly()?.as_array().iter().map(|&id| checked(i64::from(id))).collect();
+        }
+        let kind: String = array.dtype().getattr("kind")?.extract()?;
+        if kind != "i" && kind != "u" {
+            return Err(PyTypeError::new_err(format!("{name}: expected integers, got {}", array.dtype())));
+        }
+        let wide = array.call_method1("astype", ("int64",))?;
+        let ids = wide.cast::<PyArray<i64, numpy::Ix1>>()?;
+        return ids.try_readonly()?.as_array().iter().map(|&id| checked(id)).collect();
+    }
+    let not_integer = |item: &Bound<'_, PyAny>| {
+        PyTypeError::new_err(format!(
+            "{name}: expected integers, got {}",
+            item.repr().map_or_else(|_| "something else".into(), |r| r.to_string())
+        ))
+    };
+    let mut ids = Vec::with_capacity(value.len().unwrap_or(0));
+    let items = value.try_iter().map_err(|_| {
+        PyTypeError::new_err(format!(
+            "{name}: expected a sequence of integers, got {}",
+            value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string())
+        ))
+    })?;
+    for item in items {
+        let item = item?;
+        if item.is_instance_of::<pyo3::types::PyBool>() {
+            return Err(not_integer(&item));
+        }
+        match item.extract::<i64>() {
+            Ok(id) => ids.push(checked(id)?),
+            Err(e) if e.is_instance_of::<pyo3::exceptions::PyOverflowError>(value.py()) => {
+                return Err(too_large(&item));
+            }
+            Err(_) => return Err(not_integer(&item)),
+        }
+    }
+    Ok(ids)
+}
+
+fn as_array<'py>(name: &str, value: &Bound<'py, PyAny>, what: &str) -> PyResult<Bound<'py, PyUntypedArray>> {
+    value.cast::<PyUntypedArray>().cloned().map_err(|_| {
+        let got = value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
+        PyTypeError::new_err(format!("{name}: expected a numpy array of {what}, got {got}"))
+    })
+}
+
+fn dtype_name(array: &Bound<'_, PyUntypedArray>) -> PyResult<String> {
+    let dtype = array.dtype();
+    // A byte-swapped array has the same name as a native one.
+    if !dtype.getattr("isnative")?.is_truthy()? {
+        return Ok(format!("{} in foreign byte order", dtype.getattr("name")?));
+    }
+    dtype.getattr("name")?.extract()
+}
+
+fn check_shape(name: &str, got: &[usize], expected: &[Option<usize>]) -> PyResult<()> {
+    let fits = got.len() == expected.len() && got.iter().zip(expected).all(|(g, e)| e.is_none_or(|e| e == *g));
+    if fits {
+        return Ok(());
+    }
+    let expected: Vec<String> = expected.iter().map(|e| e.map_or_else(|| "any".into(), |e| e.to_string())).collect();
+    Err(invalid(format!("{name}: expected shape [{}], got {got:?}", expected.join(", "))))
+}
+
+fn contiguous<'py, T: Element>(array: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArrayDyn<'py, T>> {
+    let array = match array.cast::<PyArrayDyn<T>>() {
+        Ok(typed) if typed.is_c_contiguous() => typed.clone(),
+        _ => {
+            let copy = array.py().import("numpy")?.call_method1("ascontiguousarray", (array,))?;
+            copy.cast_into::<PyArrayDyn<T>>()?
+        }
+    };
+    Ok(array.try_readonly()?)
+}

@@ -1,0 +1,89 @@
+//! Errors of the core as Python exceptions, and the one doorway through which calls leave the interpreter lock.
+#![forbid(unsafe_code)]
+
+use std::cell::{Cell, RefCell};
+use std::time::{Duration, Instant};
+
+use kvcore::Error;
+use kvcore::threads::ShouldStop;
+use pyo3::prelude::*;
+
+/// The classes of `kvcore.errors`, where they are defined: some are `ValueError` or `MemoryError` as well.
+mod classes {
+    #![allow(missing_docs)]
+    pyo3::import_exception!(kvcore.errors, InvalidArgument);
+    pyo3::import_exception!(kvcore.errors, InvalidHandle);
+    pyo3::import_exception!(kvcore.errors, InvalidState);
+    pyo3::import_exception!(kvcore.errors, KvcoreError);
+    pyo3::import_exception!(kvcore.errors, OutOfBlocks);
+    pyo3::import_exception!(kvcore.errors, OutOfMemory);
+    pyo3::import_exception!(kvcore.errors, StaleBatch);
+    pyo3::import_exception!(kvcore.errors, UnsupportedSimd);
+}
+
+/// One exception class for each variant.
+pub fn to_python(error: Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::OutOfBlocks { .. } => classes::OutOfBlocks::new_err(message),
+        Error::InvalidArgument(_) => classes::InvalidArgument::new_err(message),
+        Error::InvalidHandle(_) => classes::InvalidHandle::new_err(message),
+        Error::StaleBatch(_) => classes::StaleBatch::new_err(message),
+        Error::InvalidState(_) => classes::InvalidState::new_err(message),
+        Error::OutOfMemory { .. } => classes::OutOfMemory::new_err(message),
+        Error::UnsupportedSimd(_) => classes::UnsupportedSimd::new_err(message),
+        _ => classes::KvcoreError::new_err(message),
+    }
+}
+
+/// An `InvalidArgument`.
+pub fn invalid(message: String) -> PyErr {
+    classes::InvalidArgument::new_err(message)
+}
+
+/// How often a long call looks for Ctrl-C.
+const POLL: Duration = Duration::from_millis(50);
+
+/// Looks for pending signals, at most every [`POLL`].
+struct Signals {
+    next: Cell<Instant>,
+    raised: RefCell<Option<PyErr>>,
+}
+
+impl Signals {
+    fn poll(&self) -> bool {
+        let now = Instant::now();
+        if now < self.next.get() {
+            return false;
+        }
+        self.next.set(now + POLL);
+        // Python runs signal handlers on its main thread alone; on others this finds nothing.
+        match Python::attach(|py| py.check_signals()) {
+            Ok(()) => false,
+            Err(raised) => {
+                *self.raised.borrow_mut() = Some(raised);
+                true
+            }
+        }
+    }
+}
+
+/// The doorway: run `work` without the interpreter lock, so that other Python threads run on; a signal handler that
+/// raises (Ctrl-C) stops it.
+///
+/// # Errors
+/// What `work` returns, or what the signal handler raised.
+pub fn detached<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(ShouldStop<'_>) -> kvcore::Result<T> + Send,
+) -> PyResult<T> {
+    let (result, raised) = py.detach(|| {
+        let signals = Signals { next: Cell::new(Instant::now() + POLL), raised: RefCell::new(None) };
+        let result = work(&|| signals.poll());
+        (result, signals.raised.into_inner())
+    });
+    match (result, raised) {
+        (Err(Error::Interrupted), Some(raised)) => Err(raised),
+        (result, _) => result.map_err(to_python),
+    }
+}
