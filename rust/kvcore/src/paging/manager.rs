@@ -53,7 +53,7 @@ impl ManagerConfig {
 pub struct PagingStats {
     /// Blocks of the pool.
     pub total: usize,
-    /// Blocks that nobody holds, the cached ones among them.
+    /// Blocks that nobody holds and nobody can find: `free + cached + used = total`.
     pub free: usize,
     /// Blocks that nobody holds but that can still be found by their prefix.
     pub cached: usize,
@@ -418,7 +418,7 @@ impl BlockManager {
         let pool = &self.blocks.pool;
         PagingStats {
             total: pool.num_blocks(),
-            free: pool.num_free(),
+            free: pool.num_free() - pool.num_evictable(),
             cached: pool.num_evictable(),
             used: pool.num_blocks() - pool.num_free(),
             num_sequences: self.sequences.len(),
