@@ -508,10 +508,9 @@ impl Blocks {
         }
         let blocks = sequence.tokens.chunks_exact(block_size).zip(&sequence.blocks);
         for (tokens, &block) in blocks.take(full).skip(from) {
-            let hash = self.index.hash(at, tokens);
-            at = self.index.find(at, hash, tokens).unwrap_or_else(|| {
+            at = self.index.find(at, tokens).unwrap_or_else(|| {
                 debug_assert!(self.pool.node(block).is_none());
-                let link = self.index.insert(at, hash, tokens, block);
+                let link = self.index.insert(at, tokens, block);
                 self.pool.set_node(block, Some(link.slot));
                 link
             });

@@ -3,7 +3,8 @@
 //! ```text
 //! root(domain)  --tokens 0..B-->  node  --tokens B..2B-->  node ...        one node = one published block
 //! hash(node) = H(hash(parent), tokens)
-//! find(parent, tokens): over the chain of bucket hash: the node with this hash AND this parent AND these tokens
+//! find(parent, tokens): the parent's newest child, if it has these tokens; else, over the chain of bucket hash: the
+//!                       node with this hash AND this parent AND these tokens
 //! remove(node): its descendants first, because without it nobody could reach them
 //! ```
 //!
@@ -143,18 +144,25 @@ impl PrefixIndex {
         root
     }
 
-    /// Hash of the block with these tokens below `parent`, which must be alive.
-    pub fn hash(&self, parent: Link, tokens: &[u32]) -> u128 {
-        (self.hash)(self.nodes[parent.slot as usize].hash, tokens)
-    }
-
-    /// The node below `parent` with exactly these tokens.
-    pub fn find(&self, parent: Link, hash: u128, tokens: &[u32]) -> Option<Link> {
+    /// The node below `parent`, which must be alive, with exactly these tokens.
+    pub fn find(&self, parent: Link, tokens: &[u32]) -> Option<Link> {
+        let first = self.nodes[parent.slot as usize].first_child;
+        if first == NIL {
+            return None;
+        }
+        // Most chains do not branch: then neither the hash nor its bucket (a far access) is needed.
+        if self.tokens(first) == tokens {
+            return Some(self.link(first));
+        }
+        if self.nodes[first as usize].next_sibling == NIL {
+            return None;
+        }
+        let hash = self.hash(parent, tokens);
         let mut slot = self.buckets[self.bucket(hash)];
         while slot != NIL {
             let node = &self.nodes[slot as usize];
             if node.hash == hash && node.parent == parent && self.tokens(slot) == tokens {
-                return Some(Link { slot, id: node.id });
+                return Some(self.link(slot));
             }
             slot = node.next_in_bucket;
         }
@@ -167,7 +175,7 @@ impl PrefixIndex {
         let mut last = Link::NONE;
         let (Some(mut at), Some((_, before_last))) = (self.root(domain), token_ids.split_last()) else { return last };
         for tokens in before_last.chunks_exact(self.block_size) {
-            let Some(next) = self.find(at, self.hash(at, tokens), tokens) else { break };
+            let Some(next) = self.find(at, tokens) else { break };
             found(self.block(next));
             (at, last) = (next, next);
         }
@@ -175,7 +183,8 @@ impl PrefixIndex {
     }
 
     /// Publishes a block below `parent`, where no node with these tokens may be.
-    pub fn insert(&mut self, parent: Link, hash: u128, tokens: &[u32], block: BlockId) -> Link {
+    pub fn insert(&mut self, parent: Link, tokens: &[u32], block: BlockId) -> Link {
+        let hash = self.hash(parent, tokens);
         let link = self.new_node(hash, parent, block.raw());
         let slot = link.slot;
         self.tokens[slot as usize * self.block_size..][..self.block_size].copy_from_slice(tokens);
@@ -301,6 +310,11 @@ impl PrefixIndex {
         Link { slot, id }
     }
 
+    /// Hash of the block with these tokens below `parent`, which must be alive.
+    fn hash(&self, parent: Link, tokens: &[u32]) -> u128 {
+        (self.hash)(self.nodes[parent.slot as usize].hash, tokens)
+    }
+
     fn bucket(&self, hash: u128) -> usize {
         hash as usize & (self.buckets.len() - 1)
     }
@@ -408,19 +422,19 @@ mod tests {
         let mut index = PrefixIndex::new(8, 2, |_, _| 5).unwrap();
         let domain = Arc::new(Domain::new(None));
         let root = index.root_or_insert(&domain);
-        let a = index.insert(root, 5, &[1, 2], BlockId::new(0));
-        let b = index.insert(a, 5, &[1, 2], BlockId::new(1));
-        let c = index.insert(root, 5, &[3, 4], BlockId::new(2));
-        assert_eq!(index.find(root, 5, &[1, 2]), Some(a));
-        assert_eq!(index.find(a, 5, &[1, 2]), Some(b));
-        assert_eq!((index.find(b, 5, &[1, 2]), index.find(c, 5, &[1, 2])), (None, None));
+        let a = index.insert(root, &[1, 2], BlockId::new(0));
+        let b = index.insert(a, &[1, 2], BlockId::new(1));
+        let c = index.insert(root, &[3, 4], BlockId::new(2));
+        assert_eq!(index.find(root, &[1, 2]), Some(a));
+        assert_eq!(index.find(a, &[1, 2]), Some(b));
+        assert_eq!((index.find(b, &[1, 2]), index.find(c, &[1, 2])), (None, None));
         index.check(|_, _| Ok(())).unwrap();
         let mut gone = Vec::new();
         index.remove(a.slot, |block| gone.push(block.index()));
         assert_eq!(gone, [1, 0]);
-        let again = index.insert(root, 5, &[1, 2], BlockId::new(3));
+        let again = index.insert(root, &[1, 2], BlockId::new(3));
         assert!(!index.is_alive(a) && !index.is_alive(b) && index.is_alive(again));
-        assert_eq!(index.find(again, 5, &[1, 2]), None);
+        assert_eq!(index.find(again, &[1, 2]), None);
         index.check(|_, _| Ok(())).unwrap();
         index.clear(|_| ());
         assert_eq!(index.root(&domain), None);
