@@ -448,7 +448,7 @@ impl World {
         assert_eq!((stats.used, stats.num_sequences), (self.num_blocks - self.num_free(), self.seqs.len()));
         assert_eq!((stats.hit_tokens, stats.query_tokens), (self.hits, self.queries));
         assert_eq!((stats.evictions, stats.copies), (self.evictions, self.copies));
-        assert_eq!(self.manager.num_free_blocks(), stats.free);
+        assert_eq!(self.manager.num_free_blocks(), stats.free + stats.cached);
         let mut slots = HashSet::new();
         for seq in &self.seqs {
             assert_eq!(self.manager.token_ids(seq.id).unwrap(), seq.tokens);
