@@ -10,7 +10,6 @@
 //! tiling or the threads: its bits depend on its own row and weights alone. A task reads its weights as one
 //! contiguous stream, which is what decode, bound by memory, asks for; a slice of a group stays in the L2 cache
 //! while all row tiles pass over it, which is what prefill asks for.
-#![forbid(unsafe_code)]
 
 mod buffer;
 mod fused;
@@ -26,6 +25,7 @@ use buffer::Buffer;
 use pack::Stored;
 use product::GROUP_OUTPUTS;
 
+pub use buffer::Arena;
 pub use fused::{gated_linear_add, norm_linear};
 
 /// What packed weights are held in.
@@ -92,14 +92,16 @@ pub(crate) fn rows_of(what: &str, len: usize, width: usize) -> Result<usize> {
     Ok(len / width)
 }
 
-impl Linear {
+impl Arena {
     /// Pack `weights` (`[outputs, inputs]`, row-major) into `dtype`: exactly where it can hold them, else rounded
     /// once (ties to even). `bias`: `[outputs]`. Panels are packed in parallel.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if a size is 0 or a slice does not have `outputs * inputs` (or `outputs`) values;
     /// [`Error::OutOfMemory`] if the packed form cannot be held.
+    #[expect(clippy::too_many_arguments, reason = "a layer's parts, each of its own type")]
     pub fn pack(
+        &self,
         level: Level,
         threads: &Threads,
         weights: WeightsIn<'_>,
@@ -107,7 +109,7 @@ impl Linear {
         inputs: usize,
         dtype: WeightDtype,
         bias: Option<&[f32]>,
-    ) -> Result<Self> {
+    ) -> Result<Linear> {
         if outputs == 0 || inputs == 0 {
             return Err(Error::InvalidArgument(format!(
                 "weight: expected at least one output and one input, got shape [{outputs}, {inputs}]"
@@ -125,13 +127,31 @@ impl Linear {
             WeightDtype::Bf16 | WeightDtype::F16 => 2 * GROUP_OUTPUTS,
         };
         let bytes = inputs.checked_add(1).and_then(|n| n.checked_mul(bytes)?.checked_mul(groups)).ok_or_else(too_large);
-        let mut packed = Buffer::zeroed(bytes? / (inputs + 1) * padded(inputs, dtype))?;
+        let mut packed = self.zeroed(bytes? / (inputs + 1) * padded(inputs, dtype))?;
         match dtype {
             WeightDtype::F32 => pack::pack::<F32>(level, threads, weights, inputs, packed.groups_mut()),
             WeightDtype::Bf16 => pack::pack::<Bf16>(level, threads, weights, inputs, packed.groups_mut()),
             WeightDtype::F16 => pack::pack::<F16>(level, threads, weights, inputs, packed.groups_mut()),
         }?;
-        Ok(Self { weights: packed, bias: bias.map(<[f32]>::to_vec), inputs, outputs, dtype })
+        Ok(Linear { weights: packed, bias: bias.map(<[f32]>::to_vec), inputs, outputs, dtype })
+    }
+}
+
+impl Linear {
+    /// [`Arena::pack`] into memory of its own.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn pack(
+        level: Level,
+        threads: &Threads,
+        weights: WeightsIn<'_>,
+        outputs: usize,
+        inputs: usize,
+        dtype: WeightDtype,
+        bias: Option<&[f32]>,
+    ) -> Result<Self> {
+        Arena::new().pack(level, threads, weights, outputs, inputs, dtype, bias)
     }
 
     /// Values of an input row.

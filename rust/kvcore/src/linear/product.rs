@@ -4,7 +4,6 @@
 //! tile(M rows, Q groups):  sums[m][q] += coefs[m][i] * weights[q][i]   for i in the slice, in order
 //! ```
 //! Sums that wait for the next slice of inputs are stored and loaded again exactly, so slicing changes no bit.
-#![forbid(unsafe_code)]
 
 use super::pack::Stored;
 use crate::Result;
@@ -99,119 +98,82 @@ impl<F: Stored> Work for Task<'_, F> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        let groups = self.weights.len() / self.steps;
         let rows = self.out.len();
-        // Wide registers: up to 12 rows x 1 group, or 6 x 2. Few rows take two groups at once, for as many sums
-        // that do not wait for each other.
-        let wide = S::ACCUMULATORS >= 16;
-        let max_rows = if wide { MAX_WIDE } else { MAX_NARROW };
-        let at_once = if rows <= max_rows / 2 { 2 } else { 1 };
-        let tiles = rows.div_ceil(max_rows);
-        let slice = (SLICE / (at_once * size_of::<[F::Raw; GROUP]>())).min(self.steps);
-        let slices = self.steps.div_ceil(slice);
-        let mut waiting = vec![[[0.0; LANES]; GROUP]; if slices > 1 { at_once * rows } else { 0 }];
-        let mut group = 0;
-        while group < groups {
-            let count = at_once.min(groups - group);
-            for i in 0..slices {
+        let tiles = rows.div_ceil(max_rows::<S>());
+        let slice = (SLICE / size_of::<[F::Raw; GROUP]>()).min(self.steps);
+        let mut waiting = vec![[[0.0; LANES]; GROUP]; if slice < self.steps { rows } else { 0 }];
+        for group in 0..self.weights.len() / self.steps {
+            for start in (0..self.steps).step_by(slice) {
+                let end = (start + slice).min(self.steps);
                 for t in 0..tiles {
-                    let (start, end) = (rows * t / tiles, rows * (t + 1) / tiles);
-                    let tile = Tile { task: &mut self, waiting: &mut waiting, group, row: start, slice, index: i };
-                    tile.run(s, end - start, count);
+                    let (row, next) = (rows * t / tiles, rows * (t + 1) / tiles);
+                    let tile = Tile { task: &mut self, waiting: &mut waiting, group, row, start, end };
+                    tile.run(s, next - row);
                 }
             }
-            group += count;
         }
     }
 }
 
-const MAX_WIDE: usize = 12;
-const MAX_NARROW: usize = 2;
+/// Rows of the largest tile: its sums, the group's weights and a factor fill the registers.
+#[inline(always)]
+const fn max_rows<S: Simd>() -> usize {
+    if S::ACCUMULATORS >= 16 { 12 } else { 2 }
+}
 
-/// One register tile: rows from `row` on, groups from `group` on, one slice of the inputs.
+/// One register tile: rows from `row` on, 32 outputs, steps from `start` to `end`.
 struct Tile<'t, 'a, F: Stored> {
     task: &'t mut Task<'a, F>,
     waiting: &'t mut [[[f32; LANES]; GROUP]],
     group: usize,
     row: usize,
-    slice: usize,
-    index: usize,
+    start: usize,
+    end: usize,
 }
 
 impl<F: Stored> Tile<'_, '_, F> {
     #[inline(always)]
-    fn run<S: Simd>(self, s: S, rows: usize, groups: usize) {
-        macro_rules! by_size {
-            ($(($m:literal, $q:literal)),*) => {
-                match (rows, groups) {
-                    $(($m, $q) => s.run(Sized::<F, $m, $q>(self)),)*
-                    _ => unreachable!("{rows} rows x {groups} groups"),
+    fn run<S: Simd>(self, s: S, rows: usize) {
+        macro_rules! by_rows {
+            ($($m:literal)*) => {
+                match rows {
+                    $($m => s.run(TileOf::<F, $m>(self)),)*
+                    _ => unreachable!("a tile of {rows} rows"),
                 }
             };
         }
-        if S::ACCUMULATORS >= 16 {
-            by_size!(
-                (1, 2),
-                (2, 2),
-                (3, 2),
-                (4, 2),
-                (5, 2),
-                (6, 2),
-                (1, 1),
-                (2, 1),
-                (3, 1),
-                (4, 1),
-                (5, 1),
-                (6, 1),
-                (7, 1),
-                (8, 1),
-                (9, 1),
-                (10, 1),
-                (11, 1),
-                (12, 1)
-            );
-        } else {
-            by_size!((1, 2), (1, 1), (2, 1));
-        }
+        if max_rows::<S>() == 12 { by_rows!(1 2 3 4 5 6 7 8 9 10 11 12) } else { by_rows!(1 2) }
     }
 }
 
-/// A tile whose size is known when it is compiled: a function of its own, so that its sums stay in registers.
-struct Sized<'t, 'a, F: Stored, const M: usize, const Q: usize>(Tile<'t, 'a, F>);
+/// A tile with its number of rows known when it is compiled: a function of its own, with its sums in registers.
+struct TileOf<'t, 'a, F: Stored, const M: usize>(Tile<'t, 'a, F>);
 
-impl<F: Stored, const M: usize, const Q: usize> Work for Sized<'_, '_, F, M, Q> {
+impl<F: Stored, const M: usize> Work for TileOf<'_, '_, F, M> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Tile { task, waiting, group, row, slice, index } = self.0;
+        let Tile { task, waiting, group, row, start, end } = self.0;
         let steps = task.steps;
-        let (start, end) = (index * slice, ((index + 1) * slice).min(steps));
-        let weights: [&[[F::Raw; GROUP]]; Q] =
-            std::array::from_fn(|q| &task.weights[(group + q) * steps + start..(group + q) * steps + end]);
-        let coefs: [&[F::Coef]; M] =
-            std::array::from_fn(|m| &task.coefs[(row + m) * steps + start..(row + m) * steps + end]);
+        let weights = &task.weights[group * steps..][start..end];
+        let coefs: [&[F::Coef]; M] = std::array::from_fn(|m| &task.coefs[(row + m) * steps..][start..end]);
 
-        let mut sums = [[[s.splat(0.0); GROUP]; Q]; M];
+        let mut sums = [[s.splat(0.0); GROUP]; M];
         if start > 0 {
             for m in 0..M {
-                for q in 0..Q {
-                    for g in 0..GROUP {
-                        sums[m][q][g] = s.load(&waiting[(row + m) * Q + q][g]);
-                    }
+                for g in 0..GROUP {
+                    sums[m][g] = s.load(&waiting[row + m][g]);
                 }
             }
         }
-        accumulate::<S, F, M, Q>(s, &mut sums, weights, coefs);
+        let sums = accumulate::<S, F, M>(s, sums, weights, coefs);
         for m in 0..M {
-            for q in 0..Q {
-                for g in 0..GROUP {
-                    if end < steps {
-                        s.store(sums[m][q][g], &mut waiting[(row + m) * Q + q][g]);
-                    } else {
-                        let column = (group + q) * GROUP_OUTPUTS + g * LANES;
-                        finish(s, sums[m][q][g], task.bias, column, task.add, task.out[row + m]);
-                    }
+            for g in 0..GROUP {
+                if end < steps {
+                    s.store(sums[m][g], &mut waiting[row + m][g]);
+                } else {
+                    finish(s, sums[m][g], task.bias, group * GROUP_OUTPUTS + g * LANES, task.add, task.out[row + m]);
                 }
             }
         }
@@ -219,33 +181,36 @@ impl<F: Stored, const M: usize, const Q: usize> Work for Sized<'_, '_, F, M, Q> 
 }
 
 #[inline(always)]
-fn accumulate<S: Simd, F: Stored, const M: usize, const Q: usize>(
+fn accumulate<S: Simd, F: Stored, const M: usize>(
     s: S,
-    sums: &mut [[[S::F32; GROUP]; Q]; M],
-    weights: [&[[F::Raw; GROUP]]; Q],
+    mut sums: [[S::F32; GROUP]; M],
+    weights: &[[F::Raw; GROUP]],
     coefs: [&[F::Coef]; M],
-) {
-    let steps = coefs[0].len();
-    let weights = weights.map(|w| &w[..steps]);
-    let coefs = coefs.map(|c| &c[..steps]);
-    let mut acc = *sums;
-    for i in 0..steps {
-        let mut loaded = [[F::load(s, &weights[0][i][0]); GROUP]; Q];
-        for q in 0..Q {
-            for g in 0..GROUP {
-                loaded[q][g] = F::load(s, &weights[q][i][g]);
+) -> [[S::F32; GROUP]; M] {
+    let coefs = coefs.map(|c| &c[..weights.len()]);
+    for (i, weights) in weights.iter().enumerate() {
+        #[cfg(target_arch = "x86_64")]
+        #[allow(unsafe_code)]
+        if AHEAD > 0 {
+            let p: *const i8 = std::ptr::from_ref(weights).wrapping_byte_add(AHEAD).cast();
+            unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p) };
+            if size_of::<[F::Raw; GROUP]>() > 64 {
+                unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.wrapping_add(64)) };
             }
         }
+        let loaded: [F::Loaded<S>; GROUP] = std::array::from_fn(|g| F::load(s, &weights[g]));
         for m in 0..M {
-            for q in 0..Q {
-                for g in 0..GROUP {
-                    acc[m][q][g] = F::dot(s, acc[m][q][g], loaded[q][g], coefs[m][i]);
-                }
+            for g in 0..GROUP {
+                sums[m][g] = F::dot(s, sums[m][g], loaded[g], coefs[m][i]);
             }
         }
     }
-    *sums = acc;
+    sums
 }
+const AHEAD: usize = match option_env!("AHEAD") {
+    Some(s) => (s.as_bytes()[0] - b'0') as usize * 1024,
+    None => 0,
+};
 
 /// Write (or add) up to 16 sums from `column` on: what lies behind the row's end is padding.
 #[inline(always)]
