@@ -2,8 +2,8 @@
 
 ``MockCache`` has the interface of ``kvcore.KVCache``: blocks with reference counts, reuse of whole cached blocks, all
 or nothing planning, and one number per token slot in place of keys and values. ``MockDecoder`` computes logits as a
-hash of all numbers that it reads back through the block table. So a wrong table, a block that was freed too early or a slot
-that was never written changes the tokens.
+hash of all numbers that it reads back through the block table. So a wrong table, a block that was freed too early or a
+slot that was never written changes the tokens.
 """
 
 from __future__ import annotations
