@@ -55,6 +55,7 @@ class MockCache:
     def __init__(self, num_blocks: int, block_size: int = 4, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.bytes_per_token = 8
         self.fail: dict[str, Callable[[], None]] = {}
         self._prefix = enable_prefix_caching
         self._slots = np.full((num_blocks, block_size), -1, np.int64)

@@ -9,17 +9,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvcore.engine
+import kvcore.loading as loading
 from kvcore.checkpoint.config import GenerationConfig
+from kvcore.engine.memory import available_memory
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 from kvcore.llm import LLM
+from kvcore.loading import Options
 from kvcore.outputs import RequestOutput
 from mocks import MockCache, MockChatTemplate, MockDecoder, MockTokenizer, text_script
 
@@ -501,6 +504,73 @@ def test_options_are_checked_before_anything_is_read(options: Any, error: type[E
         LLM("/does/not/exist", **options)
     with pytest.raises(error, match=match):
         LLM.from_config({}, **options)
+
+
+SPEC: Any = SimpleNamespace(
+    num_layers=32, num_kv_heads=8, head_dim=128, max_position_embeddings=8192, rope=SimpleNamespace(kind="llama3")
+)
+
+
+def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = 16 * 128 * 1024  # Llama 3 8B in 16 bits: 128 KiB a token
+
+    def blocks(spec: Any = SPEC, kv_dtype: str = "bfloat16", *, available: int = 1 << 40, **options: Any) -> int:
+        monkeypatch.setattr(loading, "available_memory", lambda: available)
+        return loading.num_blocks(spec, kv_dtype, Options(**options))
+
+    assert blocks(num_kv_blocks=7) == 7
+    assert blocks(kv_cache_memory=10 * block + 1) == 10
+    assert blocks(kv_dtype="fp8_e4m3", kv_cache_memory=10 * block) == 20
+    with pytest.raises(InvalidArgument, match=f"at least {block} bytes"):
+        blocks(kv_cache_memory=block - 1)
+    assert blocks(max_num_seqs=2) == 2 * 512
+    assert blocks() == (4 << 30) // block
+    assert blocks(SimpleNamespace(**{**vars(SPEC), "max_position_embeddings": 131_072})) == 131_072 // 16
+    assert blocks(available=40 * block) == 20
+    assert blocks(available=0) == 1
+    assert available_memory() > 0
+
+
+def test_the_length_of_a_model() -> None:
+    assert loading.model_length(SPEC, Options()) == 8192
+    assert loading.model_length(SPEC, Options(max_model_len=100)) == 100
+    with pytest.raises(InvalidArgument, match=r"at most 8192 .*, got 8193"):
+        loading.model_length(SPEC, Options(max_model_len=8193))
+    dynamic: Any = SimpleNamespace(**{**vars(SPEC), "rope": SimpleNamespace(kind="dynamic")})
+    assert loading.model_length(dynamic, Options()) is None
+    assert loading.model_length(dynamic, Options(max_model_len=10_000)) == 10_000
+
+
+def test_dtypes() -> None:
+    assert Options(dtype="bf16", kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
+    cases: list[tuple[dict[str, str], str, str]] = [
+        ({"torch_dtype": "float16"}, "auto", "float16"),
+        ({"dtype": "float32"}, "auto", "float32"),
+        ({"dtype": "float32"}, "bf16", "bfloat16"),
+        ({}, "auto", "bfloat16"),
+    ]
+    for config, option, expected in cases:
+        assert loading.weight_dtype(config, Options(dtype=option)) == expected
+    assert loading.kv_cache_dtype("float32", Options()) == "float32"
+    assert loading.kv_cache_dtype("float16", Options()) == "bfloat16"
+    assert loading.kv_cache_dtype("float32", Options(kv_cache_dtype="bf16")) == "bfloat16"
+
+
+def test_random_weights() -> None:
+    shapes = {"a.weight": (300, 200), "norm.weight": (200,), "a.bias": (300,)}
+    tensors = [SimpleNamespace(name=name, shape=shape, required=True) for name, shape in shapes.items()]
+    tensors.append(SimpleNamespace(name="lm_head.weight", shape=(1, 1), required=False))
+    spec: Any = SimpleNamespace(all_tensors=lambda: tensors)
+    weights = loading.RandomWeights(spec, 0)
+    assert weights.names() == sorted(shapes)
+    assert "lm_head.weight" not in weights
+    matrix = weights.get("a.weight")
+    assert (matrix.shape, matrix.dtype, weights.shape("a.weight")) == ((300, 200), np.float32, (300, 200))
+    assert matrix.std() == pytest.approx(200**-0.5, rel=0.02)
+    assert (matrix == loading.RandomWeights(spec, 0).get("a.weight")).all()
+    assert (matrix != loading.RandomWeights(spec, 1).get("a.weight")).any()
+    assert (weights.get("norm.weight") == 1).all()
+    assert (weights.get("a.bias") == 0).all()
 
 
 def test_unknown_options() -> None:

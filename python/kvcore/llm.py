@@ -339,6 +339,11 @@ class LLM:
         """The tokenizer, or None if the model came without one."""
         return self._tokenizer
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template, or None if the model came without one."""
+        return self._chat_template
+
     def stats(self) -> dict[str, Any]:
         """Counts over the life of this LLM (``EngineMetrics``), of the moment, and of the cache under "cache"."""
         with self._here, self._lock:
