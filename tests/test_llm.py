@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import random
 import sys
@@ -390,7 +391,7 @@ def interrupt_at(count: int) -> tuple[Any, list[int]]:
         if seen[0] > count or not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        if event in ("opcode", "line"):
             seen[0] += 1
             if seen[0] > count:
                 raise KeyboardInterrupt
@@ -430,6 +431,33 @@ def test_trap_28_ctrl_c_at_any_byte_code(use_cache: bool) -> None:
         if i % 30 == 0:
             assert tokens(llm.generate(prompts, params)) == expected
     assert tokens(llm.generate(prompts, params)) == expected
+
+
+def test_trap_28_sigint_in_a_long_call() -> None:
+    llm = make(tokenizer=MockTokenizer())
+    llm._decoder.fail = lambda: time.sleep(0.005)
+    counted = [0]
+    done = threading.Event()
+
+    def count() -> None:
+        while not done.wait(0.001):
+            counted[0] += 1
+
+    counter = threading.Thread(target=count)
+    timer = threading.Timer(0.2, _thread.interrupt_main)
+    counter.start()
+    timer.start()
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1], [2]], SamplingParams(max_tokens=790, ignore_eos=True))
+    finally:
+        done.set()
+        counter.join()
+    assert time.monotonic() - start < 1.2
+    assert counted[0] > 10
+    llm.cache.check_empty()
+    assert len(llm.generate([1], GREEDY)[0].token_ids) == 6
 
 
 def test_threads_share_batches_and_take_turns() -> None:
