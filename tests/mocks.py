@@ -2,8 +2,8 @@
 
 ``MockCache`` has the interface of ``kvcore.KVCache``: blocks with reference counts, reuse of whole cached blocks, all
 or nothing planning, and one number per token slot in place of keys and values. ``MockDecoder`` computes logits as a
-hash of all numbers that it reads back through the block table. So a wrong table, a block that was freed too early or a slot
-that was never written changes the tokens.
+hash of all numbers that it reads back through the block table. So a wrong table, a block that was freed too early or a
+slot that was never written changes the tokens.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class MockCache:
     def __init__(self, num_blocks: int, block_size: int = 4, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.bytes_per_token = 8
         self.fail: dict[str, Callable[[], None]] = {}
         self._prefix = enable_prefix_caching
         self._slots = np.full((num_blocks, block_size), -1, np.int64)

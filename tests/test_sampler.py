@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.engine.sampler import Sampled, make_generator, sample
+from kvcore.engine.sampler import Sampled, _nucleus, make_generator, sample
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidState
 
@@ -83,6 +83,20 @@ def test_support() -> None:
     assert set(support(row, top_k=2, top_p=0.55)) == {1}
     # temperature comes before min_p: at 0.5 the weights are squared
     assert set(support(row, temperature=0.5, min_p=0.37)) == {1, 3}
+
+
+def test_top_p_over_many_tokens() -> None:
+    """Few, some and many tokens in the nucleus give what a full sort gives."""
+    random = np.random.default_rng(0)
+    for scale in (0.0, 0.5, 1.0, 3.0):
+        row = (scale * random.standard_normal(10_000)).round(1).astype(np.float32)
+        for p in (0.01, 0.3, 0.9, 0.999):
+            weights = np.exp(row.astype(np.float64) - row.max())
+            order = np.lexsort((np.arange(10_000), -row))
+            sums = np.cumsum(weights[order])
+            order = order[: np.searchsorted(sums, p * weights.sum()) + 1]
+            assert (_nucleus(row, weights, p) == order).all()
+            assert draw(row, 5, top_p=p) in order
 
 
 def test_frequencies() -> None:

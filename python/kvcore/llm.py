@@ -339,6 +339,11 @@ class LLM:
         """The tokenizer, or None if the model came without one."""
         return self._tokenizer
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template, or None if the model came without one."""
+        return self._chat_template
+
     def stats(self) -> dict[str, Any]:
         """Counts over the life of this LLM (``EngineMetrics``), of the moment, and of the cache under "cache"."""
         with self._here, self._lock:
@@ -432,14 +437,17 @@ class LLM:
                 while not all(reply.finished for reply in replies):
                     self._advance(replies)
                     show(sum(reply.finished for reply in replies))
-            return [reply.output() for reply in replies]
-        finally:
-            # Twice, because Ctrl-C may interrupt the first attempt as well. Dropping can be repeated.
+            outputs = [reply.output() for reply in replies]
+            self._drop(replies)
+            return outputs
+        except BaseException:
+            # Not `finally`, and twice: Ctrl-C may interrupt the clean-up as well. Dropping can be repeated.
             try:
                 self._drop(replies)
             except BaseException:
                 self._drop(replies)
                 raise
+            raise
 
     def _stream(self, text: str | None, token_ids: Any, params: Any, use_cache: bool) -> Iterator[RequestOutput]:
         checked = self._params(params, 1)
@@ -452,16 +460,24 @@ class LLM:
             try:
                 self._submit(replies, [(text, token_ids)], checked, use_cache)
                 reply = replies[0]
-                while not reply.finished:
-                    self._advance(replies)
-                    if reply.has_news:
-                        yield reply.output(new=True)
-            finally:
+                finished = False
+                while not finished:
+                    if not reply.has_news:  # else another call has advanced it meanwhile
+                        self._advance(replies)
+                    with self._here, self._lock:
+                        reply.raise_error()
+                        item = reply.output(new=True) if reply.has_news else None
+                    if item is not None:
+                        finished = item.finished
+                        yield item
+                self._drop(replies)
+            except BaseException:  # GeneratorExit, too
                 try:
                     self._drop(replies)
                 except BaseException:
                     self._drop(replies)
                     raise
+                raise
 
         return items()
 

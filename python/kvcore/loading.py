@@ -155,12 +155,17 @@ def make_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def make_tokenizer(source: Any) -> Tokenizer | None:
-    """The tokenizer from a GGUF file's metadata, a tokenizer.json or its folder; None from None."""
-    if source is None:
+    """The tokenizer of a GGUF file's metadata or of a folder; None if it has none.
+
+    Raises:
+        CheckpointError: it has one that is damaged or not supported.
+    """
+    is_gguf = isinstance(source, Mapping)
+    if "tokenizer.ggml.model" not in source if is_gguf else not (Path(source) / "tokenizer.json").exists():
         return None
     from kvcore.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_gguf(source) if isinstance(source, Mapping) else Tokenizer.from_file(source)
+    return Tokenizer.from_gguf(source) if is_gguf else Tokenizer.from_file(source)
 
 
 def make_chat_template(tokenizer: Tokenizer | None, template: str | None = None) -> ChatTemplate | None:

@@ -196,17 +196,19 @@ class Engine:
         """
         if self._stepping:
             raise InvalidState("step: expected no step under way, got a call from inside of one")
+        # No `finally`: whatever is interrupted in here, the clean-up itself included, is cleaned up once more.
         try:
             self._stepping = True
-            return self._step()
+            outputs = self._step()
+            self._after_step()
+            return outputs
         except BaseException as error:
-            self._recover(error)
+            try:
+                self._recover(error)
+            except BaseException:
+                self._recover(error)
+                raise
             raise
-        finally:
-            self._stepping = False
-            self._scheduler.items, self._scheduler.opening = [], None
-            while self._abort_after_step:
-                self.abort(self._abort_after_step.pop())
 
     def logits(self, token_ids: Any) -> FloatArray:
         """The logits of every position, float32 [len(token_ids), vocab], in one go: nothing else runs meanwhile.
@@ -357,6 +359,14 @@ class Engine:
         concerned = [seq for seq, _ in scheduler.items] if scheduler.opening is None else [scheduler.opening]
         for seq in concerned:
             self._end(seq, None, error=error)
+        self._after_step()
+
+    def _after_step(self) -> None:
+        self._scheduler.items, self._scheduler.opening = [], None
+        self._stepping = False
+        while self._abort_after_step:
+            self.abort(self._abort_after_step[-1])
+            self._abort_after_step.pop()
 
 
 def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:

@@ -85,48 +85,51 @@ def sample(
 
 
 def _draw(row: FloatArray, peak: np.float32, params: SamplingParams, generator: np.random.Generator) -> int:
+    # top_k goes before min_p here, so that few weights are computed. Both cut the same order, so the rest is the same.
+    ids: IntArray | None = None  # None: all
+    if 0 < params.top_k < len(row):
+        ids = _largest(row, params.top_k)
+    values = row if ids is None else row[ids]
     with np.errstate(over="ignore"):  # a tiny temperature: -inf, so a weight of 0, is right
-        weights = np.exp((row.astype(np.float64) - np.float64(peak)) / params.temperature)
-    ids: IntArray | None = None  # None: all, in order
+        weights = np.exp((values.astype(np.float64) - np.float64(peak)) / params.temperature)
+    kept: IntArray
     if params.min_p > 0.0:
-        ids = np.flatnonzero(weights >= params.min_p)
-    if 0 < params.top_k < (len(row) if ids is None else len(ids)):
-        ids = _largest(row, ids, params.top_k)
+        kept = np.flatnonzero(weights >= params.min_p)
+        ids = kept if ids is None else ids[kept]
+        values, weights = values[kept], weights[kept]
     if params.top_p < 1.0:
-        ids = _nucleus(row, weights, ids, params.top_p)
-    sums = np.cumsum(weights if ids is None else weights[ids])
+        kept = _nucleus(values, weights, params.top_p)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    sums = np.cumsum(weights)
     index = int(np.searchsorted(sums, generator.random() * sums[-1], side="right"))
     # the product may round up to the whole sum, which the first token that reaches it then owns
     index = min(index, int(np.searchsorted(sums, sums[-1], side="left")))
     return index if ids is None else int(ids[index])
 
 
-def _largest(row: FloatArray, ids: IntArray | None, k: int) -> IntArray:
-    """The ids of the k largest of ``row[ids]``, in ascending order; the lower id first among equals."""
-    values = row if ids is None else row[ids]
-    if k < len(values):
-        threshold = np.partition(values, len(values) - k)[len(values) - k]
-        above = np.flatnonzero(values > threshold)
-        equal = np.flatnonzero(values == threshold)[: k - len(above)]
-        kept: IntArray = np.sort(np.concatenate([above, equal]))
-    else:
-        kept = np.arange(len(values))
-    return kept if ids is None else ids[kept]
+def _largest(values: FloatArray, k: int) -> IntArray:
+    """Where the k largest values are, in ascending order; the first among equals."""
+    if k >= len(values):
+        return np.arange(len(values))
+    threshold = np.partition(values, len(values) - k)[len(values) - k]
+    above = np.flatnonzero(values > threshold)
+    equal = np.flatnonzero(values == threshold)[: k - len(above)]
+    return np.sort(np.concatenate([above, equal]))
 
 
-def _nucleus(row: FloatArray, weights: npt.NDArray[np.float64], ids: IntArray | None, p: float) -> IntArray:
-    """The fewest of ``ids`` in descending order whose weights reach the fraction p of the sum, at least one."""
-    if ids is None:
-        ids = np.arange(len(row))
-    kept = weights[ids]
-    total = kept.sum()
-    # All tokens below (1 - p) / n of the sum have less than 1 - p together, so the others reach p without them. This
-    # leaves few to sort. (Half of it, so that rounding does not matter.)
-    candidates = ids[kept >= 0.5 * (1.0 - p) / len(ids) * total]
-    candidates = candidates[np.lexsort((candidates, -row[candidates]))]
-    sums = np.cumsum(weights[candidates])
-    count = int(np.searchsorted(sums, p * total, side="left")) + 1
-    nucleus: IntArray = candidates[:count]
+def _nucleus(values: FloatArray, weights: npt.NDArray[np.float64], p: float) -> IntArray:
+    """Where the fewest largest values are whose weights reach the fraction p of the sum, at least one; descending."""
+    wanted = p * weights.sum()
+    # Few tokens are enough as a rule, so the rest is sorted only if they are not. The order, and with it every sum, is
+    # that of the whole sorted row.
+    for count in (256, 4096, len(values)):
+        order = _largest(values, count)
+        order = order[np.argsort(-values[order], kind="stable")]
+        sums = np.cumsum(weights[order])
+        if sums[-1] >= wanted:
+            break
+    nucleus: IntArray = order[: int(np.searchsorted(sums, wanted, side="left")) + 1]
     return nucleus
 
 
@@ -137,7 +140,7 @@ def _logprobs(row: FloatArray, token: int, count: int) -> dict[int, Logprob]:
     rank = 1 + int(np.count_nonzero(row > row[token])) + int(np.count_nonzero(row[:token] == row[token]))
     result = {token: Logprob(float(values[token]), rank)}
     if count:
-        top = _largest(row, None, count)
-        for place, i in enumerate(top[np.lexsort((top, -row[top]))].tolist(), start=1):
+        top = _largest(row, count)
+        for place, i in enumerate(top[np.argsort(-row[top], kind="stable")].tolist(), start=1):
             result.setdefault(i, Logprob(float(values[i]), place))
     return result

@@ -75,10 +75,9 @@ class Scheduler:
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free what it holds. Can be repeated, and does nothing if there is nothing to do."""
-        with suppress(ValueError):
-            self.running.remove(seq)
-        with suppress(ValueError):
-            self.waiting.remove(seq)
+        for queue in (self.running, self.waiting):
+            if seq in queue:
+                queue.remove(seq)
         self._close(seq)
         seq.state = State.FINISHED
 

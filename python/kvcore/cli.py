@@ -1,0 +1,286 @@
+"""The command line: ``kvcore generate``, ``kvcore chat``, ``kvcore pull``.
+
+The answer goes to stdout, everything else to stderr. Exit codes: 0, 1 for an error of kvcore's (one line says which),
+2 for wrong usage, 130 after Ctrl-C. Heavy modules are imported by the commands that need them, so that ``--help`` is
+quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcore.errors import KvcoreError
+
+if TYPE_CHECKING:
+    from kvcore.llm import LLM
+    from kvcore.outputs import RequestOutput
+
+DEFAULT_MODEL = "smollm2"
+
+app = typer.Typer(
+    name="kvcore",
+    help="Run language models on CPUs, with a paged, shared KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help="A name that `kvcore pull` knows, a folder, a .gguf file or a hub id (org/name)."
+    ),
+]
+_KvDtype = Annotated[
+    str, typer.Option(help="What keys and values are stored in: auto, float32, bfloat16, fp8 (short: f32, bf16).")
+]
+_MaxTokens = Annotated[int, typer.Option(help="The most tokens of an answer.")]
+_Temperature = Annotated[float, typer.Option(help="0 takes the most probable token; higher is more varied.")]
+_Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+_Threads = Annotated[int | None, typer.Option(help="Threads; by default one per core.", show_default=False)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; None takes the process's.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        app(args=argv, prog_name="kvcore")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"kvcore {version('kvcore')}")
+        except PackageNotFoundError:
+            print("kvcore (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='What to answer; "-" reads it from stdin.')],
+    model: _Model = DEFAULT_MODEL,
+    kv_cache_dtype: _KvDtype = "auto",
+    max_tokens: _MaxTokens = 256,
+    temperature: _Temperature = 0.0,
+    seed: _Seed = None,
+    no_chat: Annotated[bool, typer.Option("--no-chat", help="Continue the text; no chat template around it.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compute everything again for each token, as if there were no KV cache.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    num_threads: _Threads = None,
+) -> None:
+    """Answer a prompt, and show what it took.
+
+    The default model is fetched when it is used for the first time. A model without a chat template continues the text.
+    """
+    with _reporting():
+        text = sys.stdin.read() if prompt == "-" else prompt
+        params = _params(max_tokens, temperature, seed)
+        with _open(model, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads) as llm:
+            if no_chat or llm.chat_template is None:
+                stream = llm.stream(text, params, use_cache=not no_cache)
+            else:
+                stream = llm.stream_chat([{"role": "user", "content": text}], params, use_cache=not no_cache)
+            answer = _Answer(llm)
+            for item in stream:
+                piece = answer.add(item)
+                if not as_json:
+                    print(piece, end="", flush=True)
+            if as_json:
+                print(
+                    json.dumps({"model": llm.name, "prompt": text, **answer.as_dict()}, ensure_ascii=False), flush=True
+                )
+            else:
+                print(flush=True)
+                print(answer.figures(), file=sys.stderr)
+
+
+@app.command()
+def chat(
+    model: _Model = DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    kv_cache_dtype: _KvDtype = "auto",
+    max_tokens: _MaxTokens = 1024,
+    temperature: _Temperature = 0.0,
+    seed: _Seed = None,
+    num_threads: _Threads = None,
+) -> None:
+    """Talk with a model. /reset starts over, /exit or the end of input leaves; Ctrl-C stops an answer."""
+    with _reporting():
+        params = _params(max_tokens, temperature, seed)
+        beginning = [] if system is None else [{"role": "system", "content": system}]
+        with _open(model, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads) as llm:
+            messages = list(beginning)
+            if sys.stdin.isatty():
+                print(f"{llm.name}: /reset starts over, /exit leaves, Ctrl-C stops an answer", file=sys.stderr)
+            while (text := _read_line("> ")) not in (None, "/exit", "/quit"):
+                if text == "/reset":
+                    messages = list(beginning)
+                elif text:
+                    messages.append({"role": "user", "content": text})
+                    try:
+                        messages.append({"role": "assistant", "content": _say(llm, messages, params)})
+                    except KvcoreError as error:  # the conversation has become too long, for example
+                        messages.pop()
+                        print(f"kvcore: {error}", file=sys.stderr)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="The model, such as smollm2.")],
+) -> None:
+    """Fetch a model and print where it is. Nothing is fetched twice."""
+    with _reporting():
+        from kvcore.checkpoint.pull import pull as fetch
+
+        print(fetch(name, progress=True))
+
+
+class _Answer:
+    """What a stream has brought so far."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._bytes_per_token = int(llm.cache.bytes_per_token)
+        self._block_size = int(llm.cache.block_size)
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._last: RequestOutput | None = None
+
+    def add(self, item: RequestOutput) -> str:
+        """Take an item in, and return its text."""
+        self._pieces.append(item.text)
+        self._token_ids += item.token_ids
+        self._last = item
+        return item.text
+
+    def figures(self) -> str:
+        """One line about what the answer took."""
+        values = self.as_dict()
+        usage, metrics = values["usage"], values["metrics"]
+        parts = [
+            f"prompt {usage['prompt_tokens']} tokens ({usage['cached_tokens']} cached)",
+            f"answer {usage['completion_tokens']} tokens",
+            f"TTFT {_milliseconds(metrics['ttft'])}",
+            f"TPOT {_milliseconds(metrics['tpot'])}",
+            f"{metrics['tokens_per_second']:.1f} tokens/s",
+            f"KV {_bytes(usage['kv_bytes'])}",
+        ]
+        return " | ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Text, token ids, usage and metrics (seconds), ready for JSON."""
+        last = self._last
+        assert last is not None
+        prompt, answer, metrics = len(last.prompt_token_ids), len(self._token_ids), last.metrics
+        blocks = -(-(prompt + answer - 1) // self._block_size)
+        return {
+            "text": "".join(self._pieces),
+            "token_ids": self._token_ids,
+            "finish_reason": last.finish_reason,
+            "usage": {
+                "prompt_tokens": prompt,
+                "cached_tokens": last.num_cached_tokens,
+                "completion_tokens": answer,
+                "computed_tokens": last.num_computed_tokens,
+                "kv_bytes": blocks * self._block_size * self._bytes_per_token,
+            },
+            "metrics": {
+                "queue_time": metrics.queue_time,
+                "ttft": metrics.ttft,
+                "tpot": metrics.tpot,
+                "e2e_time": metrics.e2e_time,
+                "tokens_per_second": answer / metrics.e2e_time if metrics.e2e_time else 0.0,
+            },
+        }
+
+
+def _open(model: str, **options: Any) -> LLM:
+    from kvcore.llm import LLM
+
+    return LLM(model, **options)
+
+
+def _params(max_tokens: int, temperature: float, seed: int | None) -> Any:
+    from kvcore.engine.sampling_params import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+def _say(llm: LLM, messages: list[Mapping[str, Any]] | list[dict[str, str]], params: Any) -> str:
+    """Print an answer as it comes; Ctrl-C ends it early."""
+    pieces: list[str] = []
+    try:
+        for item in llm.stream_chat(list(messages), params):
+            pieces.append(item.text)
+            print(item.text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" ...", end="")
+    print(flush=True)
+    return "".join(pieces)
+
+
+def _read_line(prompt: str) -> str | None:
+    """A line without the spaces around it, or None at the end of input. Only a terminal sees the prompt."""
+    try:
+        return input(prompt if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Turn what may go wrong into one line and an exit code."""
+    try:
+        yield
+    except KvcoreError as error:
+        print(f"kvcore: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # The reader has left. Nothing more can be said to it, also not when Python flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,201 @@
+"""The command line, with mock parts behind it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcore
+import kvcore.cli as cli
+from kvcore.checkpoint.config import GenerationConfig
+from kvcore.errors import CheckpointError
+from kvcore.llm import LLM
+from mocks import MockCache, MockChatTemplate, MockDecoder, MockTokenizer, text_script
+
+CHAT = "<user>hi\n<assistant>"
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Every model is a mock that answers hello; returns what was opened."""
+    opened: list[tuple[str, dict[str, Any]]] = []
+
+    def open_model(model: str, **options: Any) -> LLM:
+        if model == "missing":
+            raise CheckpointError("missing/config.json: expected a JSON file, got no such file")
+        opened.append((model, options))
+        script = text_script(len(CHAT), "hello") | text_script(2, "there")
+        decoder = MockDecoder(MockCache(200), 257, script=script)
+        template = None if model == "base" else MockChatTemplate()
+        return LLM._from_parts(
+            decoder, MockTokenizer(), GenerationConfig((256,)), chat_template=template, name=model, seed=0
+        )
+
+    monkeypatch.setattr(cli, "_open", open_model)
+    return opened
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(list(argv))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_generate(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "generate", "hi")
+    assert (code, out) == (0, "hello\n")
+    assert err.count("\n") == 1
+    for part in ("prompt 20 tokens (0 cached)", "answer 6 tokens", "TTFT", "TPOT", "tokens/s", "KV 224 B"):
+        assert part in err
+    assert models == [("smollm2", {"kv_cache_dtype": "auto", "num_threads": None})]
+
+
+def test_options(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "--model", "other", "--kv-cache-dtype", "fp8", "--num-threads", "2", "--max-tokens", "3"]
+    code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--seed", "7", "hi")
+    assert (code, out) == (0, "hel\n")
+    assert models == [("other", {"kv_cache_dtype": "fp8", "num_threads": 2})]
+
+
+@pytest.mark.parametrize("argv", [["--no-chat", "hi"], ["-m", "base", "hi"]])
+def test_plain_text(models: list[Any], capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert run(capsys, "generate", *argv)[:2] == (0, "there\n")
+
+
+def test_json(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, computed in (([], 25), (["--no-cache"], sum(range(20, 26)))):
+        code, out, err = run(capsys, "generate", "--json", *argv, "hi")
+        assert (code, err) == (0, "")
+        answer = json.loads(out)
+        assert (answer["text"], answer["finish_reason"], answer["model"]) == ("hello", "stop", "smollm2")
+        assert answer["token_ids"] == [*b"hello", 256]
+        assert answer["usage"] == {
+            "prompt_tokens": 20,
+            "cached_tokens": 0,
+            "completion_tokens": 6,
+            "computed_tokens": computed,
+            "kv_bytes": 224,
+        }
+        assert answer["metrics"]["ttft"] > 0
+
+
+def test_stdin(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
+    assert run(capsys, "generate", "-")[:2] == (0, "hello\n")
+
+
+def test_errors_are_one_line(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (
+        ["-m", "missing", "hi"],
+        ["--temperature", "-1", "hi"],
+        ["--max-tokens", "0", "hi"],
+        ["--no-chat", ""],
+    ):
+        code, out, err = run(capsys, "generate", *argv)
+        assert (code, out) == (1, "")
+        assert err.startswith("kvcore: ")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv", [["generate"], ["generate", "--no-such"], ["nothing"], ["generate", "--seed", "x", "hi"]]
+)
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, *argv)[0] == 2
+
+
+def test_interrupt(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream_chat", interrupted)
+    code, out, err = run(capsys, "generate", "hi")
+    assert (code, out, err.strip()) == (130, "", "")
+
+
+def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lines: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return run(capsys, "chat")
+
+
+def test_chat(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat(capsys, monkeypatch, "hi\n\n/exit\nhi\n") == (0, "hello\n", "")
+    assert chat(capsys, monkeypatch, "hi\n/reset\nhi\n") == (0, "hello\nhello\n", "")
+
+
+def test_chat_goes_on_after_ctrl_c_and_errors(
+    models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream_chat = LLM.stream_chat
+    seen: list[list[dict[str, str]]] = []
+
+    def stream(self: LLM, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(list(messages))
+        for i, item in enumerate(stream_chat(self, messages[-1:], *args, **kwargs)):
+            if len(seen) == 1 and i == 2:
+                raise KeyboardInterrupt
+            if len(seen) == 2:
+                raise CheckpointError("broken")
+            yield item
+
+    monkeypatch.setattr(LLM, "stream_chat", stream)
+    code, out, err = chat(capsys, monkeypatch, "hi\nhi\nhi\n")
+    assert (code, out, err) == (0, "he ...\nhello\n", "kvcore: broken\n")
+    assert [m["content"] for m in seen[2]] == ["hi", "he", "hi"]
+
+
+def test_pull(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvcore.checkpoint.pull as module
+
+    monkeypatch.setattr(module, "pull", lambda name, progress: Path("/models") / name)
+    assert run(capsys, "pull", "smollm2") == (0, f"{Path('/models/smollm2')}\n", "")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("kvcore ")
+
+
+def python(*argv: str, **options: Any) -> subprocess.Popen[bytes]:
+    paths = [str(Path(kvcore.__file__).parent.parent), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *argv], env=environment, stdout=pipe, stderr=pipe, **options)
+
+
+def test_help_reads_well_and_imports_little() -> None:
+    process = python("-X", "importtime", "-m", "kvcore", "generate", "--help")
+    out, err = process.communicate()
+    assert process.returncode == 0
+    for option in (b"--model", b"--kv-cache-dtype", b"--max-tokens", b"--no-chat", b"--no-cache", b"--json", b"--seed"):
+        assert option in out
+    for module in (b"jinja2", b"tokenizers", b"huggingface_hub", b"kvcore.llm"):
+        assert b"| " + module not in err.replace(b"|   ", b"| ")
+
+
+def test_a_broken_pipe_is_quiet() -> None:
+    code = (
+        "import sys, kvcore.cli as cli\n"
+        "from test_cli import *\n"
+        "def open_model(model, **options):\n"
+        "    decoder = MockDecoder(MockCache(30000), 257)\n"
+        "    return LLM._from_parts(decoder, MockTokenizer(), None, name=model)\n"
+        "cli._open = open_model\n"
+        "sys.exit(cli.main(['generate', '--max-tokens', '100000', 'hi']))\n"
+    )
+    process = python("-c", code)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(5)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(60), err) == (1, b"")
