@@ -42,9 +42,7 @@ pub fn floats_in_place<'py>(
         return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}")));
     };
     let writable = array.try_readwrite().ok().filter(|a| a.is_c_contiguous());
-    writable.ok_or_else(|| {
-        invalid(format!("{name}: expected a writable, C-contiguous array (it is changed in place)"))
-    })
+    writable.ok_or_else(|| invalid(format!("{name}: expected a writable, C-contiguous array (it is changed in place)")))
 }
 
 /// Weights in the dtype they are stored in, contiguous.
@@ -79,9 +77,8 @@ pub fn weights<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<(Weights<
 
 /// Token ids: a sequence or an array of integers from 0 to 2^32 - 2.
 pub fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let too_large = |id: &dyn std::fmt::Display| {
-        invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1))
-    };
+    let too_large =
+        |id: &dyn std::fmt::Display| invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1));
     let checked = |id: i64| u32::try_from(id).ok().filter(|&id| id < u32::MAX).ok_or_else(|| too_large(&id));
     if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
         return Err(PyTypeError::new_err(format!(

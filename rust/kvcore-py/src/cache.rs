@@ -79,7 +79,11 @@ impl PyKvCache {
         f(cache.as_mut().ok_or_else(closed)?)
     }
 
-    fn look<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&KvCache, ShouldStop<'_>) -> Result<T> + Send) -> PyResult<T> {
+    fn look<T: Send>(
+        &self,
+        py: Python<'_>,
+        f: impl FnOnce(&KvCache, ShouldStop<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
         detached(py, |should_stop| self.with(|cache| f(cache, should_stop)))
     }
 
@@ -264,9 +268,8 @@ impl PyKvCache {
     }
 
     fn token_ids<'py>(&self, py: Python<'py>, seq: &PySequence) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let ids = self.look(py, |cache, _| {
-            Ok(cache.manager().token_ids(seq.id)?.iter().map(|&id| i64::from(id)).collect())
-        })?;
+        let ids =
+            self.look(py, |cache, _| Ok(cache.manager().token_ids(seq.id)?.iter().map(|&id| i64::from(id)).collect()))?;
         Ok(PyArray1::from_vec(py, ids))
     }
 

@@ -153,4 +153,3 @@ pub fn reference_attention<'py>(
     let out = detached(py, |_| Ok(reference::attend(q, k, v, tokens, heads, kv_heads, dim, scale)))?;
     PyArray1::from_vec(py, out).reshape([rows, heads, dim])
 }
-
