@@ -39,7 +39,8 @@ def one_request(llm: LLM, rng: np.random.Generator, tokens: int) -> tuple[float,
     prompt = rng.integers(100, 40_000, tokens).tolist()
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     metrics = llm.generate([prompt], params)[0].metrics
-    assert metrics.ttft and metrics.tpot
+    assert metrics.ttft
+    assert metrics.tpot
     return tokens / metrics.ttft, 1 / metrics.tpot
 
 
