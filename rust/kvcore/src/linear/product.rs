@@ -54,14 +54,16 @@ impl<F: Stored> Layer<'_, F> {
         let groups = self.weights.len() / self.steps;
         let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);
         let tasks = (work / TASK).clamp(1, TASKS_PER_THREAD * threads.num_threads());
-        let ranges = tasks.div_ceil(blocks).min(groups);
+        // Ranges of one size (the last may be smaller), so that threads end together.
+        let width = groups.div_ceil(tasks.div_ceil(blocks));
+        let ranges = groups.div_ceil(width);
 
         // [row block][column range], each a task with a slice of every row of its block.
         let mut items = Vec::with_capacity(blocks * ranges);
         for block in 0..blocks {
             let (start, end) = (rows * block / blocks, rows * (block + 1) / blocks);
             for range in 0..ranges {
-                let (first, last) = (groups * range / ranges, groups * (range + 1) / ranges);
+                let (first, last) = (width * range, (width * (range + 1)).min(groups));
                 let columns = first * GROUP_OUTPUTS..(last * GROUP_OUTPUTS).min(self.outputs);
                 items.push(Task::<F> {
                     weights: &self.weights[first * self.steps..last * self.steps],
@@ -79,9 +81,7 @@ impl<F: Stored> Layer<'_, F> {
             let block = ((row + 1) * blocks - 1) / rows;
             let mut rest = out;
             for range in 0..ranges {
-                let last = groups * (range + 1) / ranges;
-                let width = (last * GROUP_OUTPUTS).min(self.outputs) - (self.outputs - rest.len());
-                let (columns, behind) = rest.split_at_mut(width);
+                let (columns, behind) = rest.split_at_mut((width * GROUP_OUTPUTS).min(rest.len()));
                 items[block * ranges + range].out.push(columns);
                 rest = behind;
             }
@@ -250,7 +250,7 @@ pub(super) fn coefs<F: Stored>(
     should_stop: ShouldStop<'_>,
 ) -> Result<Vec<F::Coef>> {
     /// Values that are worth handing to another thread.
-    const TASK: usize = 1 << 17;
+    const TASK: usize = 1 << 15;
     let rows = x.len() / inputs;
     let mut coefs = vec![<F::Coef as bytemuck::Zeroable>::zeroed(); rows * stride];
     let tasks = (x.len() / TASK).clamp(1, threads.num_threads());
