@@ -112,6 +112,16 @@ def test_trap_2_full_hits() -> None:
         assert generated(first) == generated(second)
 
 
+def test_the_models_salt_separates_prefixes() -> None:
+    engine = make(dynamic=True)
+    first = list(range(9))
+    for prompt, cached in ((first, 0), ([*first, 9], 0), (first, 8)):
+        seq = engine.add_request("a", prompt, GREEDY)
+        finish(engine)
+        assert seq.num_cached_tokens == cached
+        assert generated(seq) == solo(prompt, GREEDY, dynamic=True)
+
+
 def test_trap_10_never_fits() -> None:
     cache = MockCache(49, 16)
     engine = Engine(MockDecoder(cache))

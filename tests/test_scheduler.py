@@ -100,7 +100,9 @@ def test_without_the_cache_every_round_starts_over() -> None:
     scheduler, cache = make(budget=4)
     s = seq("a", 5, new=3, use_cache=False)
     scheduler.add(s)
-    steps = [run(scheduler, cache) for _ in range(6)]
+    steps = [run(scheduler, cache) for _ in range(2)]
+    assert (s.handles, s.num_stored, scheduler.room()) == ([], 0, 98)  # its worst case of 7 tokens stays reserved
+    steps += [run(scheduler, cache) for _ in range(4)]
     assert steps == [[("a", 4)], [("a", 1)], [("a", 4)], [("a", 2)], [("a", 4)], [("a", 3)]]
     assert s.finished
     cache.check_empty()

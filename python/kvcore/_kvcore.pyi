@@ -13,7 +13,7 @@ _Floats = npt.NDArray[Any]
 
 @final
 class Threads:
-    """A pool of worker threads that calls share; the calling thread is one of them.
+    """A pool of worker threads that calls share (the calling thread is one of them), and the SIMD level they run on.
 
     Workers start with the first parallel call, sleep when idle, and are started anew after a fork.
     """
@@ -28,6 +28,10 @@ class Threads:
     @property
     def num_threads(self) -> int:
         """Threads that a call may use, the calling one among them."""
+
+    @property
+    def simd(self) -> str:
+        """Name of the SIMD level: what KVCORE_SIMD forced when the pool was made, or the best."""
 
 @final
 class Sequence:

@@ -18,6 +18,13 @@ pub fn floats<'py>(
     value: &Bound<'py, PyAny>,
     shape: &[Option<usize>],
 ) -> PyResult<PyReadonlyArrayDyn<'py, f32>> {
+    // What every call of a decode step is: looked at before anything that asks Python for names.
+    if let Ok(array) = value.cast::<PyArrayDyn<f32>>()
+        && array.is_c_contiguous()
+    {
+        check_shape(name, array.shape(), shape)?;
+        return Ok(array.try_readonly()?);
+    }
     let array = as_array(name, value, "float32")?;
     check_shape(name, array.shape(), shape)?;
     let kind = dtype_name(&array)?;
@@ -37,14 +44,15 @@ pub fn floats_in_place<'py>(
 ) -> PyResult<PyReadwriteArrayDyn<'py, f32>> {
     let array = as_array(name, value, "float32")?;
     check_shape(name, array.shape(), shape)?;
-    let kind = dtype_name(&array)?;
-    let Ok(array) = array.cast_into::<PyArrayDyn<f32>>() else {
-        return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}")));
+    let array = match array.cast_into::<PyArrayDyn<f32>>() {
+        Ok(array) => array,
+        Err(other) => {
+            let kind = dtype_name(other.into_inner().cast()?)?;
+            return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}")));
+        }
     };
     let writable = array.try_readwrite().ok().filter(|a| a.is_c_contiguous());
-    writable.ok_or_else(|| {
-        invalid(format!("{name}: expected a writable, C-contiguous array (it is changed in place)"))
-    })
+    writable.ok_or_else(|| invalid(format!("{name}: expected a writable, C-contiguous array (it is changed in place)")))
 }
 
 /// Weights in the dtype they are stored in, contiguous.
@@ -79,9 +87,8 @@ pub fn weights<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<(Weights<
 
 /// Token ids: a sequence or an array of integers from 0 to 2^32 - 2.
 pub fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let too_large = |id: &dyn std::fmt::Display| {
-        invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1))
-    };
+    let too_large =
+        |id: &dyn std::fmt::Display| invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1));
     let checked = |id: i64| u32::try_from(id).ok().filter(|&id| id < u32::MAX).ok_or_else(|| too_large(&id));
     if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
         return Err(PyTypeError::new_err(format!(

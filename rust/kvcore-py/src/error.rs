@@ -73,10 +73,7 @@ impl Signals {
 ///
 /// # Errors
 /// What `work` returns, or what the signal handler raised.
-pub fn detached<T: Send>(
-    py: Python<'_>,
-    work: impl FnOnce(ShouldStop<'_>) -> kvcore::Result<T> + Send,
-) -> PyResult<T> {
+pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce(ShouldStop<'_>) -> kvcore::Result<T> + Send) -> PyResult<T> {
     let (result, raised) = py.detach(|| {
         let signals = Signals { next: Cell::new(Instant::now() + POLL), raised: RefCell::new(None) };
         let result = work(&|| signals.poll());

@@ -153,9 +153,10 @@ impl KvCache {
                 )));
             }
         }
-        let slots = batch.plan.rows.iter().flat_map(|row| {
-            (row.start..row.start + row.len).map(|p| (row.blocks[p / l.block_size], p % l.block_size))
-        });
+        let slots =
+            batch.plan.rows.iter().flat_map(|row| {
+                (row.start..row.start + row.len).map(|p| (row.blocks[p / l.block_size], p % l.block_size))
+            });
         self.store.write(layer, slots, k, v);
         batch.written[layer] = true;
         Ok(())
