@@ -6,6 +6,24 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+    "Batch",
+    "KVCache",
+    "Linear",
+    "Sequence",
+    "Threads",
+    "__version__",
+    "argmax",
+    "available_simd",
+    "e4m3_decode",
+    "e4m3_encode",
+    "reference_attention",
+    "rms_norm",
+    "rope_split",
+    "silu_mul",
+    "simd",
+]
+
 __version__: str
 
 _Floats = npt.NDArray[Any]
