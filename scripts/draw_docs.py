@@ -392,13 +392,13 @@ def draw_house() -> str:
         ("types", STRONG, "for type checkers only"),
         ("import", WARM, "upwards: to be mended"),
     ]
-    x = 500.0
+    x = 24.0
     for how, color, words in keys:
         if color == WARM and not house.KNOWN_CIRCLES:
             continue
         _mark(canvas, x + 6, base - 4, how, 5, color)
         canvas.text(x + 18, base, words, 12, SOFT)
-        x += 30 + 6 * len(words)
+        x += 40 + 7 * len(words)
     return canvas.finish()
 
 
