@@ -153,8 +153,9 @@ def test_every_make_target_is_there() -> None:
 
 
 def test_options_are_those_of_the_command() -> None:
-    from kvcore.cli import app
     from typer.main import get_command
+
+    from kvcore.cli import app
 
     command = get_command(app)
     options = {name for sub in command.commands.values() for p in sub.params for name in p.opts}  # type: ignore[attr-defined]
