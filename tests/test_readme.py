@@ -1,4 +1,4 @@
-"""Every example of the README runs and prints what the README says.
+"""Every example of the README and of docs/ runs and prints what the page says.
 
     ```python          code; the blocks of one section (##) go on from each other
     ```python model    code that needs the SmolLM2 file
@@ -26,6 +26,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SECONDS = 300
 
 
@@ -44,6 +45,7 @@ class Block:
 class Section:
     """A section with its blocks."""
 
+    page: str
     title: str
     blocks: list[Block] = field(default_factory=list)
 
@@ -51,34 +53,39 @@ class Section:
         return any(block.needs_model for block in self.blocks if block.kind == kind)
 
 
-def sections() -> Iterator[Section]:
+def sections(page: Path) -> Iterator[Section]:
     """The sections (## and ###) and their blocks. What goes on from the first script is one section with it."""
-    section = Section("first screen")
+    text = page.read_text(encoding="utf-8")
+    section = Section(page.name, "first screen")
     fence = re.compile(r"^```(\w+)( model)?\n(.*?)^```$|^(##+) ([^\n]+)$", re.MULTILINE | re.DOTALL)
     last_end = -1
-    for match in fence.finditer(README):
+    for match in fence.finditer(text):
         kind, needs_model, code, heading, title = match.groups()
         if heading:
             if title != "Language models":  # goes on from the first script
                 yield section
-                section = Section(title)
-        elif kind == "text" and README[last_end : match.start()].strip() == "" and section.blocks:
+                section = Section(page.name, title)
+        elif kind == "text" and text[last_end : match.start()].strip() == "" and section.blocks:
             if section.blocks[-1].kind == "python":
                 section.blocks[-1].expected = code
         else:
-            line = README.count("\n", 0, match.start(3)) + 1
+            line = text.count("\n", 0, match.start(3)) + 1
             section.blocks.append(Block(kind, bool(needs_model), code, line))
         last_end = match.end()
     yield section
 
 
-SECTIONS = list(sections())
+SECTIONS = [section for page in PAGES for section in sections(page)]
 
 
 def cases(kind: str) -> list[Any]:
     found = [section for section in SECTIONS if any(block.kind == kind for block in section.blocks)]
     return [
-        pytest.param(section, id=section.title, marks=[pytest.mark.model] if section.needs_model(kind) else [])
+        pytest.param(
+            section,
+            id=f"{section.page}: {section.title}",
+            marks=[pytest.mark.model] if section.needs_model(kind) else [],
+        )
         for section in found
     ]
 
@@ -96,10 +103,10 @@ def assert_prints(expected: str, got: str, where: str) -> None:
 
 
 def test_the_readme_has_examples() -> None:
-    kinds = [block.kind for section in SECTIONS for block in section.blocks]
+    kinds = [block.kind for section in SECTIONS if section.page == "README.md" for block in section.blocks]
     assert kinds.count("python") >= 8
     assert kinds.count("console") >= 2
-    unknown = set(kinds) - {"python", "console", "sh", "text"}
+    unknown = {block.kind for section in SECTIONS for block in section.blocks} - {"python", "console", "sh", "text"}
     assert not unknown, f"blocks that nobody runs: {unknown}"
 
 
@@ -110,11 +117,11 @@ def test_python(section: Section) -> None:
         if block.kind != "python":
             continue
         printed = io.StringIO()
-        # The line numbers of errors are those of the README.
-        code = compile("\n" * (block.line - 1) + block.code, "README.md", "exec")
+        # The line numbers of errors are those of the page.
+        code = compile("\n" * (block.line - 1) + block.code, section.page, "exec")
         with contextlib.redirect_stdout(printed):
             exec(code, values)
-        assert_prints(block.expected or "", printed.getvalue(), f"README.md:{block.line}")
+        assert_prints(block.expected or "", printed.getvalue(), f"{section.page}:{block.line}")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the commands are written for a POSIX shell")
@@ -139,7 +146,7 @@ def test_commands(section: Section) -> None:
                 encoding="utf-8",
                 check=False,
             )
-            assert_prints(expected, done.stdout, f"README.md:{block.line}: {command}")
+            assert_prints(expected, done.stdout, f"{section.page}:{block.line}: {command}")
 
 
 def test_every_make_target_is_there() -> None:
