@@ -27,7 +27,7 @@ _RANK = {"import": 0, "lazy": 1, "types": 2}
 def rust_code(path: Path) -> str:
     """A Rust file without comments and without its unit tests."""
     text = path.read_text(encoding="utf-8")
-    text = re.split(r"^#\[cfg\(test\)\]\nmod tests \{", text, maxsplit=1, flags=re.MULTILINE)[0]
+    text = re.sub(r"^#\[cfg\(test\)\]\nmod tests \{.*?^\}", "", text, flags=re.MULTILINE | re.DOTALL)
     return "\n".join(re.sub(r"//.*", "", line) for line in text.splitlines())
 
 
