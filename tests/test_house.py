@@ -40,7 +40,7 @@ PYTHON = {
     "outputs": {"engine"},
     "reply": {"errors", "engine", "outputs", "text"},
     "loading": {"errors", "_kvcore", "engine", "models", "checkpoint", "text"},
-    "llm": {"errors", "engine", "models", "checkpoint", "text", "outputs", "reply", "loading"},
+    "llm": {"errors", "engine", "checkpoint", "text", "outputs", "reply", "loading"},
     "cli": {"errors", "engine", "outputs", "checkpoint", "llm"},
     "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm"},
     "__main__": {"cli"},
