@@ -6,6 +6,24 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+    "Batch",
+    "KVCache",
+    "Linear",
+    "Sequence",
+    "Threads",
+    "__version__",
+    "argmax",
+    "available_simd",
+    "e4m3_decode",
+    "e4m3_encode",
+    "reference_attention",
+    "rms_norm",
+    "rope_split",
+    "silu_mul",
+    "simd",
+]
+
 __version__: str
 
 _Floats = npt.NDArray[Any]
@@ -13,7 +31,7 @@ _Floats = npt.NDArray[Any]
 
 @final
 class Threads:
-    """A pool of worker threads that calls share; the calling thread is one of them.
+    """A pool of worker threads that calls share (the calling thread is one of them), and the SIMD level they run on.
 
     Workers start with the first parallel call, sleep when idle, and are started anew after a fork.
     """
@@ -28,6 +46,10 @@ class Threads:
     @property
     def num_threads(self) -> int:
         """Threads that a call may use, the calling one among them."""
+
+    @property
+    def simd(self) -> str:
+        """Name of the SIMD level: what KVCORE_SIMD forced when the pool was made, or the best."""
 
 @final
 class Sequence:
@@ -333,9 +355,7 @@ def simd() -> str:
 def available_simd() -> list[str]:
     """Names of the SIMD levels that this CPU has, the best last."""
 
-def rms_norm(
-    x: _Floats, weight: _Floats, eps: float, *, threads: Threads | None = None
-) -> npt.NDArray[np.float32]:
+def rms_norm(x: _Floats, weight: _Floats, eps: float, *, threads: Threads | None = None) -> npt.NDArray[np.float32]:
     """weight * x / sqrt(mean(x^2) + eps) for each row: x [rows, n], weight [n]."""
 
 def rope_split(
@@ -370,9 +390,7 @@ def e4m3_encode(values: _Floats, scale: float = 1.0) -> npt.NDArray[np.uint8]:
 def e4m3_decode(codes: npt.NDArray[np.uint8], scale: float = 1.0) -> npt.NDArray[np.float32]:
     """Values of fp8 e4m3 codes times scale: codes [n]."""
 
-def reference_attention(
-    q: _Floats, k: _Floats, v: _Floats, scale: float | None = None
-) -> npt.NDArray[np.float32]:
+def reference_attention(q: _Floats, k: _Floats, v: _Floats, scale: float | None = None) -> npt.NDArray[np.float32]:
     """The naive oracle, causal, with sums in float64.
 
     q [rows, q heads, d] belong to the last rows of k and v [tokens, kv heads, d]; the result has q's shape.

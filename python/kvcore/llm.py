@@ -335,6 +335,12 @@ class LLM:
         return self._decoder.cache
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's weights as they are held."""
+        self._check_open()
+        return int(self._decoder.nbytes)
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None if the model came without one."""
         return self._tokenizer

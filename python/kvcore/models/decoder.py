@@ -67,7 +67,9 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, cache: KVCache, *, dtype: str) -> None:
         check_weights(spec, weights)
         if spec.rope.rotary_dim > spec.head_dim:
-            raise CheckpointError(f"rope: expected at most {spec.head_dim} rotated dimensions, got {spec.rope.rotary_dim}")
+            raise CheckpointError(
+                f"rope: expected at most {spec.head_dim} rotated dimensions, got {spec.rope.rotary_dim}"
+            )
         self.spec = spec
         self.cache = cache
         self._threads = cache.threads
@@ -122,9 +124,7 @@ class Decoder:
         width = spec.num_heads * spec.head_dim
         for i, layer in enumerate(self._layers):
             qkv = layer.qkv.norm_forward(x, layer.input_norm, spec.norm_eps)
-            q, k, v = rope_split(
-                qkv, cos, sin, spec.num_heads, spec.num_kv_heads, spec.head_dim, threads=self._threads
-            )
+            q, k, v = rope_split(qkv, cos, sin, spec.num_heads, spec.num_kv_heads, spec.head_dim, threads=self._threads)
             cache.write(i, batch, k, v)
             attended = cache.attend(i, batch, q)
             if i == spec.num_layers - 1 and len(logit_rows) < len(x):
@@ -178,5 +178,7 @@ class _Reader:
         bias = None
         if any(b is not None for b in biases):
             parts = zip(weights, biases, strict=True)
-            bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b.astype(np.float32) for w, b in parts])
+            bias = np.concatenate(
+                [np.zeros(len(w), np.float32) if b is None else b.astype(np.float32) for w, b in parts]
+            )
         return self.pack(weights[0] if len(weights) == 1 else np.concatenate(weights), bias)

@@ -18,6 +18,13 @@ pub fn floats<'py>(
     value: &Bound<'py, PyAny>,
     shape: &[Option<usize>],
 ) -> PyResult<PyReadonlyArrayDyn<'py, f32>> {
+    // What every call of a decode step is: looked at before anything that asks Python for names.
+    if let Ok(array) = value.cast::<PyArrayDyn<f32>>()
+        && array.is_c_contiguous()
+    {
+        check_shape(name, array.shape(), shape)?;
+        return Ok(array.try_readonly()?);
+    }
     let array = as_array(name, value, "float32")?;
     check_shape(name, array.shape(), shape)?;
     let kind = dtype_name(&array)?;
@@ -37,9 +44,12 @@ pub fn floats_in_place<'py>(
 ) -> PyResult<PyReadwriteArrayDyn<'py, f32>> {
     let array = as_array(name, value, "float32")?;
     check_shape(name, array.shape(), shape)?;
-    let kind = dtype_name(&array)?;
-    let Ok(array) = array.cast_into::<PyArrayDyn<f32>>() else {
-        return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}")));
+    let array = match array.cast_into::<PyArrayDyn<f32>>() {
+        Ok(array) => array,
+        Err(other) => {
+            let kind = dtype_name(other.into_inner().cast()?)?;
+            return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}")));
+        }
     };
     let writable = array.try_readwrite().ok().filter(|a| a.is_c_contiguous());
     writable.ok_or_else(|| invalid(format!("{name}: expected a writable, C-contiguous array (it is changed in place)")))

@@ -1,12 +1,12 @@
 //! `KVCache` and its handles.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use kvcore::cache::{Batch, CacheConfig, KvCache};
 use kvcore::paging::{SeqId, hash_block};
 use kvcore::storage::{KvDtype, Layout, Scales};
-use kvcore::threads::{ShouldStop, Threads};
+use kvcore::threads::ShouldStop;
 use kvcore::{Error, Result};
 use numpy::{PyArray1, PyArray3, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
@@ -15,7 +15,7 @@ use pyo3::types::{PyBytes, PyDict, PyString};
 
 use crate::arrays::{floats, token_ids};
 use crate::error::{detached, invalid, to_python};
-use crate::runtime::{PyThreads, level, threads_or_default};
+use crate::runtime::PyThreads;
 
 /// A sequence in a KVCache.
 #[pyclass(name = "Sequence", module = "kvcore._kvcore", frozen)]
@@ -36,7 +36,7 @@ impl PySequence {
 /// Slots for the next tokens of some sequences: what KVCache.plan grants.
 #[pyclass(name = "Batch", module = "kvcore._kvcore", frozen)]
 pub struct PyBatch {
-    batch: Mutex<Batch>,
+    batch: RwLock<Batch>,
     /// New tokens of all sequences: the rows that write and attend take.
     #[pyo3(get)]
     num_tokens: usize,
@@ -47,7 +47,7 @@ impl PyBatch {
     /// Position of each row in its sequence, int64 [num_tokens].
     #[getter]
     fn positions<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        let batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+        let batch = self.look();
         let positions = batch.items().flat_map(|(_, start, len)| start as i64..(start + len) as i64).collect();
         PyArray1::from_vec(py, positions)
     }
@@ -65,7 +65,7 @@ pub struct PyKvCache {
     cache: RwLock<Option<KvCache>>,
     layout: Layout,
     scales: Scales,
-    threads: Arc<Threads>,
+    threads: PyThreads,
 }
 
 impl PyKvCache {
@@ -96,8 +96,14 @@ fn closed() -> Error {
     Error::InvalidState("the cache is closed".into())
 }
 
-fn locked(batch: &PyBatch) -> std::sync::MutexGuard<'_, Batch> {
-    batch.batch.lock().unwrap_or_else(PoisonError::into_inner)
+impl PyBatch {
+    fn look(&self) -> RwLockReadGuard<'_, Batch> {
+        self.batch.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self) -> RwLockWriteGuard<'_, Batch> {
+        self.batch.write().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A hash that is the same for everything, for tests of what happens when hashes collide.
@@ -140,12 +146,12 @@ impl PyKvCache {
             (Some(_), Some(_)) => {
                 return Err(invalid("num_threads, threads: expected at most one of them, got both".into()));
             }
-            (Some(n), None) => Arc::new(Threads::new(Some(n)).map_err(to_python)?),
-            (None, threads) => threads_or_default(threads)?,
+            (Some(n), None) => PyThreads::make(Some(n))?,
+            (None, threads) => PyThreads::or_default(threads)?,
         };
         let hash = if _equal_hashes { equal_hashes } else { hash_block };
         let config = CacheConfig { layout, scales, enable_prefix_caching, hash };
-        let cache = KvCache::new(config, level()?, Arc::clone(&threads)).map_err(to_python)?;
+        let cache = KvCache::new(config, threads.level, Arc::clone(&threads.threads)).map_err(to_python)?;
         Ok(Self { cache: RwLock::new(Some(cache)), layout, scales, threads })
     }
 
@@ -179,7 +185,7 @@ impl PyKvCache {
             })
             .collect::<PyResult<_>>()?;
         let batch = self.change(py, |cache| cache.plan(&items))?;
-        Ok(PyBatch { num_tokens: batch.num_tokens(), batch: Mutex::new(batch) })
+        Ok(PyBatch { num_tokens: batch.num_tokens(), batch: RwLock::new(batch) })
     }
 
     fn write(
@@ -193,7 +199,7 @@ impl PyKvCache {
         let shape = [Some(batch.num_tokens), Some(self.layout.num_kv_heads), Some(self.layout.head_dim)];
         let (k, v) = (floats("k", k, &shape)?, floats("v", v, &shape)?);
         let (k, v) = (k.as_slice()?, v.as_slice()?);
-        self.change(py, |cache| cache.write(layer, &mut locked(batch), k, v))
+        self.change(py, |cache| cache.write(layer, &mut batch.change(), k, v))
     }
 
     #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None))]
@@ -222,16 +228,14 @@ impl PyKvCache {
         let q = q.as_slice()?;
         let out = self.look(py, |cache, should_stop| {
             let mut out = vec![0.0; q.len()];
-            // The plan is copied out of its lock, so that several layers or threads may attend at once.
-            let batch = locked(batch).clone();
-            cache.attend(layer, &batch, heads, scale.map(|s| s as f32), q, &mut out, should_stop)?;
+            cache.attend(layer, &batch.look(), heads, scale.map(|s| s as f32), q, &mut out, should_stop)?;
             Ok(out)
         })?;
         PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, self.layout.head_dim])
     }
 
     fn commit(&self, py: Python<'_>, batch: &PyBatch) -> PyResult<()> {
-        self.change(py, |cache| cache.commit(&locked(batch)))
+        self.change(py, |cache| cache.commit(&batch.look()))
     }
 
     fn fork(&self, py: Python<'_>, seq: &PySequence) -> PyResult<PySequence> {
@@ -364,7 +368,7 @@ impl PyKvCache {
     }
     #[getter]
     fn threads(&self) -> PyThreads {
-        PyThreads { threads: Arc::clone(&self.threads) }
+        self.threads.clone()
     }
 
     fn __repr__(&self) -> String {

@@ -1,24 +1,19 @@
 //! `Linear`: packed weights.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
-
 use kvcore::linear::{Linear, WeightDtype, WeightsIn, gated_linear_add, norm_linear};
-use kvcore::simd::Level;
-use kvcore::threads::Threads;
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arrays::{Weights, floats, floats_in_place, weights};
 use crate::error::{detached, invalid};
-use crate::runtime::{PyThreads, level, threads_or_default};
+use crate::runtime::PyThreads;
 
 /// A linear layer y = x @ W.T + b over packed weights. See the stub file for the methods.
 #[pyclass(name = "Linear", module = "kvcore._kvcore", frozen)]
 pub struct PyLinear {
     linear: Linear,
-    level: Level,
-    threads: Arc<Threads>,
+    runtime: PyThreads,
 }
 
 impl PyLinear {
@@ -52,9 +47,10 @@ impl PyLinear {
             Weights::F16(x) => WeightsIn::F16(x.as_slice()?),
             Weights::Bf16(x) => WeightsIn::Bf16(x.as_slice()?),
         };
-        let (level, threads) = (level()?, threads_or_default(threads)?);
-        let linear = detached(py, |_| Linear::pack(level, &threads, values, outputs, inputs, dtype, bias))?;
-        Ok(Self { linear, level, threads })
+        let runtime = PyThreads::or_default(threads)?;
+        let linear =
+            detached(py, |_| Linear::pack(runtime.level, &runtime.threads, values, outputs, inputs, dtype, bias))?;
+        Ok(Self { linear, runtime })
     }
 
     fn __call__<'py>(&self, py: Python<'py>, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
@@ -62,7 +58,7 @@ impl PyLinear {
         let (rows, x) = (x.shape()[0], x.as_slice()?);
         let out = detached(py, |should_stop| {
             let mut out = vec![0.0; rows * self.linear.outputs()];
-            self.linear.forward(self.level, &self.threads, x, &mut out, false, should_stop)?;
+            self.linear.forward(self.runtime.level, &self.runtime.threads, x, &mut out, false, should_stop)?;
             Ok(out)
         })?;
         self.rows(py, out, rows)
@@ -80,7 +76,7 @@ impl PyLinear {
         let (rows, x, norm) = (x.shape()[0], x.as_slice()?, norm.as_slice()?);
         let out = detached(py, |should_stop| {
             let mut out = vec![0.0; rows * self.linear.outputs()];
-            norm_linear(self.level, &self.threads, &self.linear, x, norm, eps, &mut out, should_stop)?;
+            norm_linear(self.runtime.level, &self.runtime.threads, &self.linear, x, norm, eps, &mut out, should_stop)?;
             Ok(out)
         })?;
         self.rows(py, out, rows)
@@ -90,7 +86,9 @@ impl PyLinear {
         let x = floats("x", x, &[None, Some(self.linear.inputs())])?;
         let mut out = floats_in_place("residual", residual, &[Some(x.shape()[0]), Some(self.linear.outputs())])?;
         let (x, out) = (x.as_slice()?, out.as_slice_mut()?);
-        detached(py, |should_stop| self.linear.forward(self.level, &self.threads, x, out, true, should_stop))
+        detached(py, |should_stop| {
+            self.linear.forward(self.runtime.level, &self.runtime.threads, x, out, true, should_stop)
+        })
     }
 
     fn gated_add_forward(
@@ -102,7 +100,9 @@ impl PyLinear {
         let x = floats("gate_up", gate_up, &[None, self.linear.inputs().checked_mul(2)])?;
         let mut out = floats_in_place("residual", residual, &[Some(x.shape()[0]), Some(self.linear.outputs())])?;
         let (x, out) = (x.as_slice()?, out.as_slice_mut()?);
-        detached(py, |should_stop| gated_linear_add(self.level, &self.threads, &self.linear, x, out, should_stop))
+        detached(py, |should_stop| {
+            gated_linear_add(self.runtime.level, &self.runtime.threads, &self.linear, x, out, should_stop)
+        })
     }
 
     #[getter]

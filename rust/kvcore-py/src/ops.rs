@@ -3,13 +3,14 @@
 
 use kvcore::attention::reference;
 use kvcore::ops;
+use kvcore::simd::Level;
 use kvcore::storage::fp8;
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arrays::floats;
 use crate::error::{detached, invalid, to_python};
-use crate::runtime::{PyThreads, level, threads_or_default};
+use crate::runtime::PyThreads;
 
 /// weight * x / sqrt(mean(x^2) + eps) for each row: x [rows, n], weight [n].
 #[pyfunction]
@@ -23,7 +24,7 @@ pub fn rms_norm<'py>(
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
     let weight = floats("weight", weight, &[None])?;
     let x = floats("x", x, &[None, Some(weight.len())])?;
-    let (level, threads, rows) = (level()?, threads_or_default(threads)?, x.shape()[0]);
+    let (PyThreads { level, threads }, rows) = (PyThreads::or_default(threads)?, x.shape()[0]);
     let (x, weight) = (x.as_slice()?, weight.as_slice()?);
     let out = detached(py, |should_stop| {
         let mut out = vec![0.0; x.len()];
@@ -56,7 +57,7 @@ pub fn rope_split<'py>(
     let cos = floats("cos", cos, &[Some(rows), None])?;
     let sin = floats("sin", sin, &[Some(rows), Some(cos.shape()[1])])?;
     let shape = ops::RopeShape { num_heads, num_kv_heads, head_dim, cos_width: cos.shape()[1] };
-    let (level, threads) = (level()?, threads_or_default(threads)?);
+    let PyThreads { level, threads } = PyThreads::or_default(threads)?;
     let (qkv, cos, sin) = (qkv.as_slice()?, cos.as_slice()?, sin.as_slice()?);
     let (q, k, v) = detached(py, |should_stop| {
         let zeros = |heads: usize| vec![0.0; rows * heads * head_dim];
@@ -81,7 +82,7 @@ pub fn silu_mul<'py>(
     if width % 2 != 0 {
         return Err(invalid(format!("gate_up: expected an even number of columns, got {width}")));
     }
-    let (level, threads, x) = (level()?, threads_or_default(threads)?, gate_up.as_slice()?);
+    let (PyThreads { level, threads }, x) = (PyThreads::or_default(threads)?, gate_up.as_slice()?);
     let out = detached(py, |should_stop| {
         let mut out = vec![0.0; x.len() / 2];
         ops::silu_mul(level, &threads, x, width / 2, &mut out, should_stop)?;
@@ -93,7 +94,7 @@ pub fn silu_mul<'py>(
 /// Index of the largest value of a row, the lowest of equal ones: row [n].
 #[pyfunction]
 pub fn argmax(py: Python<'_>, row: &Bound<'_, PyAny>) -> PyResult<usize> {
-    let (level, row) = (level()?, floats("row", row, &[None])?);
+    let (level, row) = (Level::from_env().map_err(to_python)?, floats("row", row, &[None])?);
     let row = row.as_slice()?;
     detached(py, |_| ops::argmax(level, row))
 }

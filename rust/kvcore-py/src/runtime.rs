@@ -9,12 +9,27 @@ use pyo3::prelude::*;
 
 use crate::error::to_python;
 
-/// A pool of worker threads that calls share; the calling thread is one of them.
+/// A pool of worker threads that calls share, and the SIMD level that they run on.
 ///
 /// Workers start with the first parallel call, sleep when idle and are started anew after a fork.
 #[pyclass(name = "Threads", module = "kvcore._kvcore", frozen)]
+#[derive(Clone)]
 pub struct PyThreads {
     pub threads: Arc<Threads>,
+    pub level: Level,
+}
+
+impl PyThreads {
+    /// A pool, and the level that `KVCORE_SIMD` asks for.
+    pub fn make(num_threads: Option<usize>) -> PyResult<Self> {
+        let threads = Arc::new(Threads::new(num_threads).map_err(to_python)?);
+        Ok(Self { threads, level: Level::from_env().map_err(to_python)? })
+    }
+
+    /// `threads`, or a new pool for all available CPUs.
+    pub fn or_default(threads: Option<&Self>) -> PyResult<Self> {
+        threads.map_or_else(|| Self::make(None), |threads| Ok(threads.clone()))
+    }
 }
 
 #[pymethods]
@@ -23,7 +38,7 @@ impl PyThreads {
     #[new]
     #[pyo3(signature = (num_threads = None))]
     fn new(num_threads: Option<usize>) -> PyResult<Self> {
-        Ok(Self { threads: Arc::new(Threads::new(num_threads).map_err(to_python)?) })
+        Self::make(num_threads)
     }
 
     /// Threads that a call may use, the calling one among them.
@@ -32,28 +47,21 @@ impl PyThreads {
         self.threads.num_threads()
     }
 
+    /// Name of the SIMD level.
+    #[getter]
+    fn simd(&self) -> &'static str {
+        self.level.name()
+    }
+
     fn __repr__(&self) -> String {
-        format!("Threads(num_threads={})", self.num_threads())
+        format!("Threads(num_threads={}, simd='{}')", self.num_threads(), self.simd())
     }
-}
-
-/// The pool of `threads`, or a new one for all available CPUs.
-pub fn threads_or_default(threads: Option<&PyThreads>) -> PyResult<Arc<Threads>> {
-    match threads {
-        Some(threads) => Ok(Arc::clone(&threads.threads)),
-        None => Ok(Arc::new(Threads::new(None).map_err(to_python)?)),
-    }
-}
-
-/// The level that `KVCORE_SIMD` asks for, or the best.
-pub fn level() -> PyResult<Level> {
-    Level::from_env().map_err(to_python)
 }
 
 /// Name of the SIMD level in use: what KVCORE_SIMD forces, or the best of this CPU.
 #[pyfunction]
 pub fn simd() -> PyResult<&'static str> {
-    Ok(level()?.name())
+    Ok(Level::from_env().map_err(to_python)?.name())
 }
 
 /// Names of the SIMD levels that this CPU has, the best last.

@@ -9,7 +9,7 @@ mod limits;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kvcore::linear::{Linear, WeightDtype, WeightsIn};
+use kvcore::linear::{Arena, Linear, WeightDtype, WeightsIn};
 use kvcore::simd::Level;
 use kvcore::threads::{NEVER, Threads};
 
@@ -20,6 +20,8 @@ const DTYPES: [WeightDtype; 3] = [WeightDtype::Bf16, WeightDtype::F16, WeightDty
 const ROWS: [usize; 4] = [1, 8, 32, 256];
 /// Bytes of the layers that decode walks through, so that none is found in a cache.
 const WALK: usize = 160 << 20;
+/// Multiply-adds of one measurement at most, if one layer's are not more.
+const MOST: usize = 1 << 30;
 
 fn noise(n: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
@@ -32,9 +34,16 @@ fn noise(n: usize) -> Vec<f32> {
     std::iter::repeat_with(next).take(n).collect()
 }
 
-fn pack(level: Level, threads: &Threads, (inputs, outputs): (usize, usize), dtype: WeightDtype) -> Linear {
+/// Layers of one shape, at least one, until they hold `bytes`.
+fn pack(level: Level, threads: &Threads, shape: (usize, usize), dtype: WeightDtype, bytes: usize) -> Vec<Linear> {
+    let ((inputs, outputs), arena) = (shape, Arena::new());
     let weights = noise(inputs * outputs);
-    Linear::pack(level, threads, WeightsIn::F32(&weights), outputs, inputs, dtype, None).expect("packed weights")
+    let mut layers = Vec::<Linear>::new();
+    while layers.is_empty() || layers.len() * layers[0].nbytes() < bytes {
+        let layer = arena.pack(level, threads, WeightsIn::F32(&weights), outputs, inputs, dtype, None);
+        layers.push(layer.expect("packed weights"));
+    }
+    layers
 }
 
 /// Median seconds of a product over `layers`, one after the other, and the median of `limit` measured in turn.
@@ -59,24 +68,21 @@ fn table(level: Level) {
     for num_threads in 1..=kvcore::threads::available().min(2) {
         let threads = Threads::new(Some(num_threads)).expect("threads");
         for dtype in DTYPES {
-            for shape in SMOLLM2.into_iter().chain(LLAMA_1B) {
-                let first = pack(level, &threads, shape, dtype);
-                let bytes = first.nbytes();
-                let mut layers = vec![first];
-                while layers.len() * bytes < WALK {
-                    layers.push(pack(level, &threads, shape, dtype));
-                }
-                let what = format!("{num_threads} threads {dtype:?} {} -> {}", shape.0, shape.1);
+            let bf16 = dtype == WeightDtype::Bf16;
+            let shapes = SMOLLM2.into_iter().chain(LLAMA_1B);
+            for shape in shapes.filter(|&shape| bf16 || [SMOLLM2[2], LLAMA_1B[1]].contains(&shape)) {
+                let layers = pack(level, &threads, shape, dtype, WALK);
+                let what = format!("{num_threads} threads {dtype:?} {:>4} -> {:<5}", shape.0, shape.1);
                 let (time, limit) = beside(&layers, 1, level, &threads, || read.read(level, &threads));
-                let rate = bytes as f64 / time / 1e9;
-                println!("{what}, 1 row:   {rate:7.1} GB/s of   {limit:6.1} = {:.2}", rate / limit);
-                let bf16 = dtype == WeightDtype::Bf16;
+                let rate = layers[0].nbytes() as f64 / time / 1e9;
+                println!("{what}   1 row:  {rate:6.1} GB/s   of {limit:6.1} = {:.2}", rate / limit);
                 for rows in &ROWS[1..] {
+                    let products = shape.0 * shape.1 * rows;
+                    let layers = &layers[..(MOST / products).clamp(1, layers.len())];
                     let peak = || limits::products(level, &threads, bf16);
-                    let few = layers.len().min(8);
-                    let (time, limit) = beside(&layers[..few], *rows, level, &threads, peak);
-                    let rate = (shape.0 * shape.1 * rows) as f64 / time / 1e9;
-                    println!("{what}, {rows} rows: {rate:7.1} GMAC/s of {limit:6.1} = {:.2}", rate / limit);
+                    let (time, limit) = beside(layers, *rows, level, &threads, peak);
+                    let rate = products as f64 / time / 1e9;
+                    println!("{what} {rows:3} rows: {rate:6.1} GMAC/s of {limit:6.1} = {:.2}", rate / limit);
                 }
             }
         }
@@ -85,8 +91,8 @@ fn table(level: Level) {
 
 fn bench(c: &mut Criterion) {
     let level = Level::from_env().expect("KVCORE_SIMD");
-    // `cargo test --benches` and a filter ask for no table.
-    if !std::env::args().any(|arg| arg == "--test") && std::env::args().any(|arg| arg == "--bench") {
+    // `cargo test --benches` runs each bench once and asks for no table.
+    if std::env::args().any(|arg| arg == "--bench") {
         table(level);
     }
     let threads = Threads::new(None).expect("threads");
@@ -94,7 +100,7 @@ fn bench(c: &mut Criterion) {
     group.sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(400));
     for dtype in DTYPES {
         for shape in SMOLLM2 {
-            let layer = pack(level, &threads, shape, dtype);
+            let layer = &pack(level, &threads, shape, dtype, 1)[0];
             for rows in ROWS {
                 let (x, mut out) = (noise(rows * shape.0), vec![0.0; rows * shape.1]);
                 group.throughput(Throughput::Elements((rows * shape.0 * shape.1) as u64));

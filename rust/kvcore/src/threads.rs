@@ -82,7 +82,13 @@ impl Threads {
         };
         pool.in_place_scope(|scope| {
             for _ in 0..helpers {
-                scope.spawn(|_| while !stop.load(Ordering::Relaxed) && work_on_next() {});
+                scope.spawn(|_| {
+                    loop {
+                        if stop.load(Ordering::Relaxed) || !work_on_next() {
+                            break;
+                        }
+                    }
+                });
             }
             loop {
                 if should_stop() {

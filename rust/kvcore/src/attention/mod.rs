@@ -59,7 +59,7 @@ pub fn attend(
     should_stop: ShouldStop<'_>,
 ) -> Result<()> {
     let l = view.layout;
-    if num_q_heads == 0 || num_q_heads % l.num_kv_heads != 0 {
+    if num_q_heads == 0 || !num_q_heads.is_multiple_of(l.num_kv_heads) {
         return Err(Error::InvalidArgument(format!(
             "q heads: expected a multiple of the cache's {} KV heads, got {num_q_heads}",
             l.num_kv_heads

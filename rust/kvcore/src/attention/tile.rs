@@ -394,7 +394,7 @@ impl<F: Format, const M: usize, const D: usize> Mix<'_, F, M, D> {
             let rows = &self.tile.v_tile::<F>(self.chunk * (CHUNK / TILE) + t)[d..];
             let end = self.to.min((t + 1) * TILE);
             let (first, last) = (t * TILE / F::STEP, end.div_ceil(F::STEP));
-            let half_last = end % F::STEP != 0;
+            let half_last = !end.is_multiple_of(F::STEP);
             kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, first, last, half_last);
         }
         for m in 0..M {

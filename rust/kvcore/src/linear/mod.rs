@@ -10,7 +10,9 @@
 //! tiling or the threads: its bits depend on its own row and weights alone. A task reads its weights as one
 //! contiguous stream, which is what decode, bound by memory, asks for; a slice of a group stays in the L2 cache
 //! while all row tiles pass over it, which is what prefill asks for.
+#![deny(unsafe_code)]
 
+#[allow(unsafe_code, reason = "memory for many layers in one mapping")]
 mod buffer;
 mod fused;
 mod pack;
@@ -213,15 +215,18 @@ impl Linear {
         add: bool,
         should_stop: ShouldStop<'_>,
     ) -> Result<()> {
-        let coefs = if F::STEP == 1 {
+        let steps = self.inputs.div_ceil(F::STEP);
+        let stride = product::stride(x.len() / self.inputs, steps);
+        let coefs = if F::STEP == 1 && stride == steps {
             Cow::Borrowed(bytemuck::cast_slice(x))
         } else {
-            Cow::Owned(product::coefs::<F>(level, threads, x, self.inputs, should_stop)?)
+            Cow::Owned(product::coefs::<F>(level, threads, x, self.inputs, stride, should_stop)?)
         };
         let layer = product::Layer::<F> {
             weights: self.weights.groups(),
             bias: self.bias.as_deref(),
-            steps: self.inputs.div_ceil(F::STEP),
+            steps,
+            stride,
             outputs: self.outputs,
         };
         layer.forward(level, threads, &coefs, out, add, should_stop)

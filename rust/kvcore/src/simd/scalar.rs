@@ -93,9 +93,8 @@ impl Simd for Scalar {
     #[inline(always)]
     fn first_lanes(self, n: usize, a: Lanes, b: Lanes) -> Lanes {
         let mut out = b;
-        for i in 0..n.min(LANES) {
-            out[i] = a[i];
-        }
+        let n = n.min(LANES);
+        out[..n].copy_from_slice(&a[..n]);
         out
     }
     #[inline(always)]

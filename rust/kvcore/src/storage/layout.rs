@@ -54,13 +54,13 @@ impl Layout {
                 return Err(Error::InvalidArgument(format!("{name}: expected at least 1, got 0")));
             }
         }
-        if !(2..=MAX_HEAD_DIM).contains(&self.head_dim) || self.head_dim % 2 != 0 {
+        if !(2..=MAX_HEAD_DIM).contains(&self.head_dim) || !self.head_dim.is_multiple_of(2) {
             return Err(Error::InvalidArgument(format!(
                 "head_dim: expected an even number from 2 to {MAX_HEAD_DIM}, got {}",
                 self.head_dim
             )));
         }
-        if self.block_size % TILE != 0 || self.block_size > 1024 {
+        if !self.block_size.is_multiple_of(TILE) || self.block_size > 1024 {
             return Err(Error::InvalidArgument(format!(
                 "block_size: expected a multiple of {TILE} up to 1024, got {}",
                 self.block_size
