@@ -296,6 +296,16 @@ class KVCache:
         """The pool of threads in use."""
 
 @final
+class Arena:
+    """Memory that the weights of one model share: side by side on huge pages where the system has them.
+
+    Small layers with memory of their own lie on small pages, which a product reads at half the speed. The arena may go
+    before its layers.
+    """
+
+    def __new__(cls) -> Arena: ...
+
+@final
 class Linear:
     """A linear layer y = x @ W.T + b over packed weights.
 
@@ -310,6 +320,7 @@ class Linear:
         *,
         dtype: str = "float32",
         threads: Threads | None = None,
+        arena: Arena | None = None,
     ) -> Linear:
         """Pack weights.
 
@@ -318,6 +329,7 @@ class Linear:
             bias: [out_features].
             dtype: what weights are held in: float32, float16 or bfloat16; rounded once if it cannot hold them.
             threads: a pool to share; None: a pool of its own for all available CPUs.
+            arena: memory to share; None: memory of its own.
 
         Raises:
             InvalidArgument: a shape or dtype name that does not fit. TypeError: another array type.

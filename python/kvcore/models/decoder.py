@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvcore._kvcore import Linear, rope_split
+from kvcore._kvcore import Arena, Linear, rope_split
 from kvcore.errors import CheckpointError
 from kvcore.models.rope import RopeTable
 from kvcore.models.spec import check_weights, read_output, read_tensor, unused_tensors
@@ -146,6 +146,7 @@ class _Reader:
         self._weights = weights
         self._dtype = dtype
         self._threads = cache.threads
+        self._arena = Arena()
 
     def layer(self, layer: int) -> _Layer:
         return _Layer(
@@ -168,7 +169,7 @@ class _Reader:
         return tensor.astype(_NUMPY_DTYPES[self._dtype])
 
     def pack(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None) -> Linear:
-        return Linear(weight, bias, dtype=self._dtype, threads=self._threads)
+        return Linear(weight, bias, dtype=self._dtype, threads=self._threads, arena=self._arena)
 
     def _joint(self, names: tuple[str, ...], layer: int) -> Linear:
         """Matrices with the same input as one, the outputs below each other."""

@@ -16,7 +16,7 @@ mod _kvcore {
     #[pymodule_export]
     use super::cache::{PyBatch, PyKvCache, PySequence};
     #[pymodule_export]
-    use super::linear::PyLinear;
+    use super::linear::{PyArena, PyLinear};
     #[pymodule_export]
     use super::ops::{argmax, e4m3_decode, e4m3_encode, reference_attention, rms_norm, rope_split, silu_mul};
     #[pymodule_export]

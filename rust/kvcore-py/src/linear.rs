@@ -1,13 +1,26 @@
 //! `Linear`: packed weights.
 #![forbid(unsafe_code)]
 
-use kvcore::linear::{Linear, WeightDtype, WeightsIn, gated_linear_add, norm_linear};
+use kvcore::linear::{Arena, Linear, WeightDtype, WeightsIn, gated_linear_add, norm_linear};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arrays::{Weights, floats, floats_in_place, weights};
 use crate::error::{detached, invalid};
 use crate::runtime::PyThreads;
+
+/// Memory that the weights of one model share. See the stub file.
+#[pyclass(name = "Arena", module = "kvcore._kvcore", frozen)]
+#[derive(Default)]
+pub struct PyArena(Arena);
+
+#[pymethods]
+impl PyArena {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+}
 
 /// A linear layer y = x @ W.T + b over packed weights. See the stub file for the methods.
 #[pyclass(name = "Linear", module = "kvcore._kvcore", frozen)]
@@ -25,13 +38,14 @@ impl PyLinear {
 #[pymethods]
 impl PyLinear {
     #[new]
-    #[pyo3(signature = (weight, bias = None, *, dtype = "float32", threads = None))]
+    #[pyo3(signature = (weight, bias = None, *, dtype = "float32", threads = None, arena = None))]
     fn new(
         py: Python<'_>,
         weight: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
         dtype: &str,
         threads: Option<&PyThreads>,
+        arena: Option<&PyArena>,
     ) -> PyResult<Self> {
         let dtype = match dtype {
             "float32" | "f32" => WeightDtype::F32,
@@ -48,8 +62,10 @@ impl PyLinear {
             Weights::Bf16(x) => WeightsIn::Bf16(x.as_slice()?),
         };
         let runtime = PyThreads::or_default(threads)?;
-        let linear =
-            detached(py, |_| Linear::pack(runtime.level, &runtime.threads, values, outputs, inputs, dtype, bias))?;
+        let own = Arena::new();
+        let arena = arena.map_or(&own, |arena| &arena.0);
+        let PyThreads { level, threads } = &runtime;
+        let linear = detached(py, |_| arena.pack(*level, threads, values, outputs, inputs, dtype, bias))?;
         Ok(Self { linear, runtime })
     }
 

@@ -63,9 +63,13 @@ impl Work for Suite {
         let mut halves = [0; LANES];
         s.store_bf16(s.round_bf16(a), &mut halves);
         assert!((0..LANES).all(|i| halves[i] == half::bf16::from_f32(ODD[i]).to_bits()), "{} store_bf16", S::NAME);
-        let f16s = std::array::from_fn(|i| half::f16::from_f32(other[i]).to_bits());
-        let widened = out(s.load_f16(&f16s));
-        assert!((0..LANES).all(|i| widened[i] == half::f16::from_bits(f16s[i]).to_f32()), "{} load_f16", S::NAME);
+        for start in (0..=u16::MAX).step_by(LANES) {
+            let f16s: [u16; LANES] = std::array::from_fn(|i| start + i as u16);
+            let widened = out(s.load_f16(&f16s));
+            for i in 0..LANES {
+                assert!(same(widened[i], half::f16::from_bits(f16s[i]).to_f32()), "{} f16 {:#x}", S::NAME, f16s[i]);
+            }
+        }
         assert_eq!(s.reduce_max(b), other[LANES - 1]);
         assert!((s.reduce_sum(b) - other.iter().sum::<f32>()).abs() < 1e-5);
 
