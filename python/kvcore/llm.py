@@ -403,7 +403,7 @@ class LLM:
             if not prompt:
                 raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
             return prompt, self._encode(prompt, add_special_tokens=True)
-        if not isinstance(prompt, (list, tuple, range, np.ndarray)):
+        if not isinstance(prompt, (list, tuple, range, np.ndarray)) or getattr(prompt, "ndim", 1) == 0:
             raise TypeError(f"{where}: expected a string, a list of token ids or a dict, got {type(prompt).__name__}")
         if len(prompt) == 0:
             raise InvalidArgument(f"{where}: expected at least one token, got none")
@@ -569,7 +569,7 @@ class _Presence:
 def _is_batch(prompts: Any) -> bool:
     """Whether this is a list of prompts, not one prompt. (A list of token ids is one prompt.)"""
     if isinstance(prompts, np.ndarray):
-        return prompts.ndim != 1
+        return prompts.ndim > 1
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
 
 

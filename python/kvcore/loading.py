@@ -31,7 +31,13 @@ WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0, "int4": 0.5}
 """The kinds of cache by name, and the bytes of a value."""
 
+_KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")  # those that the native cache has so far
 _DEFAULT_KV_MEMORY = 4 << 30
+
+# What the native core takes. Checked here, so that errors speak of the option, and none is too large to be passed on.
+_MAX_BLOCKS = 2**32 - 2
+_MAX_BLOCK_SIZE = 1024
+_MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +71,17 @@ class Options:
             raise InvalidArgument(
                 f"quantization: expected 'auto' or 'none', got {self.quantization!r}, which is not supported yet"
             )
-        for name, minimum in (("block_size", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
-            _check_integer(name, getattr(self, name), minimum)
+        if self.kv_cache_dtype not in ("auto", *_KV_DTYPES):
+            raise InvalidArgument(
+                f"kv_cache_dtype: expected 'auto' or one of {', '.join(_KV_DTYPES)}, got {self.kv_cache_dtype!r}, "
+                "which is not supported yet"
+            )
+        maxima = {"block_size": _MAX_BLOCK_SIZE, "num_kv_blocks": _MAX_BLOCKS, "num_threads": _MAX_THREADS}
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _check_integer(name, getattr(self, name), 1, maxima.get(name))
         for name in ("kv_cache_memory", "num_kv_blocks", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 1)
+                _check_integer(name, getattr(self, name), 1, maxima.get(name))
         if self.seed is not None:
             _check_integer("seed", self.seed, 0)
         if self.block_size % 16 != 0:
@@ -240,7 +252,7 @@ def num_blocks(spec: DecoderSpec, kv_dtype: str, options: Options) -> int:
     such sequence needs, if that is more), and no more than half of the memory that is available.
 
     Raises:
-        InvalidArgument: the memory does not hold a single block.
+        InvalidArgument: the memory does not hold a single block, or more blocks than there can be.
     """
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
@@ -254,6 +266,8 @@ def num_blocks(spec: DecoderSpec, kv_dtype: str, options: Options) -> int:
         memory = max(min(memory, available_memory() // 2), block)
     if memory < block:
         raise InvalidArgument(f"kv_cache_memory: expected at least {block} bytes (one block), got {memory}")
+    if memory // block > _MAX_BLOCKS:
+        raise InvalidArgument(f"kv_cache_memory: expected at most {_MAX_BLOCKS * block} bytes, got {memory}")
     return memory // block
 
 
@@ -310,8 +324,10 @@ def _name(field: str, value: Any, allowed: tuple[str, ...]) -> str:
     return name
 
 
-def _check_integer(field: str, value: Any, minimum: int) -> None:
+def _check_integer(field: str, value: Any, minimum: int, maximum: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{field}: expected an integer, got {value!r} ({type(value).__name__})")
     if value < minimum:
         raise InvalidArgument(f"{field}: expected an integer of at least {minimum}, got {value}")
+    if maximum is not None and int(value) > maximum:
+        raise InvalidArgument(f"{field}: expected an integer of at most {maximum}, got {value}")

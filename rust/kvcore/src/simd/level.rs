@@ -28,9 +28,9 @@ enum Kind {
     Neon(Neon),
 }
 
-/// Names that [`Level::select`] takes, on any machine. `avx512` means the best form that the CPU has; `avx512f` the
-/// one without bf16 instructions.
-const NAMES: [&str; 6] = ["auto", "scalar", "avx2", "avx512", "avx512f", "neon"];
+/// Names that [`Level::select`] takes, on any machine: those of all levels, and `avx512` for the best form of AVX-512
+/// that the CPU has, with bf16 instructions (`avx512bf16`) or without (`avx512f`).
+const NAMES: [&str; 7] = ["auto", "scalar", "avx2", "avx512", "avx512f", "avx512bf16", "neon"];
 
 impl Level {
     /// All levels of this CPU, the portable one first and the best last.
@@ -52,7 +52,7 @@ impl Level {
         *Self::available().last().expect("the portable level is always there")
     }
 
-    /// The level with this name: `auto` | `scalar` | `avx2` | `avx512` | `avx512f` | `neon`.
+    /// The level with this name: `auto` | `scalar` | `avx2` | `avx512` | `avx512f` | `avx512bf16` | `neon`.
     ///
     /// # Errors
     /// [`Error::UnsupportedSimd`] for an unknown name, or a level that this CPU lacks.

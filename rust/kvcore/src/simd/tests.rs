@@ -130,6 +130,9 @@ fn every_level_agrees_with_plain_arithmetic() {
 fn levels_are_forced_by_name() {
     assert_eq!(Level::select("scalar").unwrap().name(), "scalar");
     assert_eq!(Level::select("auto").unwrap().name(), Level::best().name());
+    for level in Level::available() {
+        assert_eq!(Level::select(level.name()).unwrap().name(), level.name());
+    }
     let unknown = Level::select("sse9").unwrap_err().to_string();
     assert!(unknown.contains("sse9") && unknown.contains("scalar"), "{unknown}");
     let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
