@@ -1,6 +1,9 @@
 //! Attention against the naive oracle and against itself: every level, every format, odd sizes, poisoned memory,
 //! and law 1 (a row's bits depend on nothing but its token, its position and what it may see).
 
+mod cases;
+
+use cases::cases;
 use half::bf16;
 use kvcore::attention::{Rows, attend, reference};
 use kvcore::paging::{BlockCopy, BlockId};
@@ -141,7 +144,7 @@ fn shapes() -> impl Strategy<Value = Shape> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(cases(24))]
 
     #[test]
     fn every_level_matches_the_oracle(shape in shapes(), n in prop_oneof![1usize..40, 250usize..300]) {

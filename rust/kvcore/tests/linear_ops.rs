@@ -1,5 +1,8 @@
 //! The operations between products: against f64, row by row, and their argument checks.
 
+mod cases;
+
+use cases::cases;
 use kvcore::Error;
 use kvcore::ops::{RopeShape, argmax, rms_norm, rope_split, silu_mul};
 use kvcore::simd::Level;
@@ -25,7 +28,7 @@ fn rows(n: usize) -> impl Strategy<Value = Vec<f32>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(cases(64))]
 
     #[test]
     fn rms_norm_is_near_f64_and_row_by_row(

@@ -1,5 +1,8 @@
 //! Linear layers against naive f64 sums, and law 1: an output's bits depend on its own row and weights alone.
 
+mod cases;
+
+use cases::cases;
 use half::{bf16, f16};
 use kvcore::Error;
 use kvcore::linear::{Linear, WeightDtype, WeightsIn, gated_linear_add, norm_linear};
@@ -100,7 +103,7 @@ impl Case {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(cases(32))]
 
     #[test]
     fn products_are_near_the_exact_sums(

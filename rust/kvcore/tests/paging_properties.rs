@@ -4,10 +4,12 @@
 //! result exactly: hits, tables' lengths, OutOfBlocks and its numbers, evictions, copies. Beside both, a store in which
 //! every slot knows what was written there proves after each step that what can be read is right.
 
+mod cases;
 mod paging_store;
 
 use std::collections::HashSet;
 
+use cases::cases;
 use kvcore::Error;
 use kvcore::paging::{Batch, BlockCopy, BlockId, BlockManager, HashFn, ManagerConfig, SeqId, hash_block};
 use paging_store::{Slot, Store, token};
@@ -502,7 +504,7 @@ fn hashes() -> impl Strategy<Value = HashFn> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(cases(1500))]
 
     #[test]
     fn the_manager_does_what_the_model_says(
