@@ -1,13 +1,14 @@
 //! numpy arrays to slices: dtype, shape and contiguity, with a clear `TypeError` or `InvalidArgument` otherwise.
 #![forbid(unsafe_code)]
 
+use kvcore::Error;
 use numpy::{
     Element, PyArray, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray,
     PyUntypedArrayMethods,
 };
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString};
+use pyo3::types::{IntoPyDict, PyBytes, PyString};
 
 use crate::error::invalid;
 
@@ -21,6 +22,7 @@ pub fn floats<'py>(
     // What every call of a decode step is: looked at before anything that asks Python for names.
     if let Ok(array) = value.cast::<PyArrayDyn<f32>>()
         && array.is_c_contiguous()
+        && array.is_aligned()
     {
         check_shape(name, array.shape(), shape)?;
         return Ok(array.try_readonly()?);
@@ -51,8 +53,29 @@ pub fn floats_in_place<'py>(
             return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}")));
         }
     };
-    let writable = array.try_readwrite().ok().filter(|a| a.is_c_contiguous());
-    writable.ok_or_else(|| invalid(format!("{name}: expected a writable, C-contiguous array (it is changed in place)")))
+    let writable = array.try_readwrite().ok().filter(|a| a.is_c_contiguous() && a.is_aligned());
+    writable.ok_or_else(|| {
+        invalid(format!(
+            "{name}: expected a writable, aligned, C-contiguous array that shares no memory with the other arguments \
+             (it is changed in place)"
+        ))
+    })
+}
+
+/// `rows * width` zeros for a result. `vec!` would end the process if the system refused them.
+pub fn zeros(rows: usize, width: usize) -> kvcore::Result<Vec<f32>> {
+    /// Values below which no system refuses.
+    const SMALL: usize = 1 << 20;
+    let bytes = rows.saturating_mul(width).saturating_mul(size_of::<f32>());
+    let refused = |reason: String| Error::OutOfMemory { bytes, what: "the result", reason };
+    let len = rows.checked_mul(width).ok_or_else(|| refused("more than can be addressed".into()))?;
+    if len > SMALL {
+        let mut probe: Vec<f32> = Vec::new();
+        probe.try_reserve_exact(len).map_err(|e| refused(e.to_string()))?;
+        // An allocation that nobody looks at may be optimised away.
+        std::hint::black_box(&mut probe);
+    }
+    Ok(vec![0.0; len])
 }
 
 /// Weights in the dtype they are stored in, contiguous.
@@ -87,9 +110,9 @@ pub fn weights<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<(Weights<
 
 /// Token ids: a sequence or an array of integers from 0 to 2^32 - 2.
 pub fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let too_large =
-        |id: &dyn std::fmt::Display| invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1));
-    let checked = |id: i64| u32::try_from(id).ok().filter(|&id| id < u32::MAX).ok_or_else(|| too_large(&id));
+    let out_of_range = |id: &str| invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1));
+    let checked =
+        |id: i64| u32::try_from(id).ok().filter(|&id| id < u32::MAX).ok_or_else(|| out_of_range(&id.to_string()));
     if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
         return Err(PyTypeError::new_err(format!(
             "{name}: expected a sequence of integers, got {}",
@@ -118,7 +141,12 @@ pub fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
             item.repr().map_or_else(|_| "something else".into(), |r| r.to_string())
         ))
     };
-    let mut ids = Vec::with_capacity(value.len().unwrap_or(0));
+    // Only a hint: an object may claim any length.
+    let hint = value.len().unwrap_or(0);
+    if hint > u32::MAX as usize {
+        return Err(invalid(format!("{name}: expected at most {} ids, got {hint}", u32::MAX)));
+    }
+    let mut ids = Vec::with_capacity(hint.min(1 << 16));
     let items = value.try_iter().map_err(|_| {
         PyTypeError::new_err(format!(
             "{name}: expected a sequence of integers, got {}",
@@ -132,10 +160,11 @@ pub fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
         }
         match item.extract::<i64>() {
             Ok(id) => ids.push(checked(id)?),
-            Err(e) if e.is_instance_of::<pyo3::exceptions::PyOverflowError>(value.py()) => {
-                return Err(too_large(&item));
+            Err(e) if e.is_instance_of::<PyOverflowError>(value.py()) => {
+                return Err(out_of_range("one beyond 64 bits"));
             }
-            Err(_) => return Err(not_integer(&item)),
+            Err(e) if e.is_instance_of::<PyTypeError>(value.py()) => return Err(not_integer(&item)),
+            Err(e) => return Err(e),
         }
     }
     Ok(ids)
@@ -168,9 +197,11 @@ fn check_shape(name: &str, got: &[usize], expected: &[Option<usize>]) -> PyResul
 
 fn contiguous<'py, T: Element>(array: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArrayDyn<'py, T>> {
     let array = match array.cast::<PyArrayDyn<T>>() {
-        Ok(typed) if typed.is_c_contiguous() => typed.clone(),
+        Ok(typed) if typed.is_c_contiguous() && typed.is_aligned() => typed.clone(),
         _ => {
-            let copy = array.py().import("numpy")?.call_method1("ascontiguousarray", (array,))?;
+            // Always a copy: ascontiguousarray leaves an array as it is that is contiguous but not aligned.
+            let order = [("order", "C")].into_py_dict(array.py())?;
+            let copy = array.py().import("numpy")?.call_method("array", (array,), Some(&order))?;
             copy.cast_into::<PyArrayDyn<T>>()?
         }
     };

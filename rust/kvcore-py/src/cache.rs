@@ -1,7 +1,7 @@
 //! `KVCache` and its handles.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, LockResult, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError, TryLockResult};
 
 use kvcore::cache::{Batch, CacheConfig, KvCache};
 use kvcore::paging::{SeqId, hash_block};
@@ -13,8 +13,8 @@ use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
-use crate::arrays::{floats, token_ids};
-use crate::error::{detached, invalid, to_python};
+use crate::arrays::{floats, token_ids, zeros};
+use crate::error::{detached, in_signal_handler, invalid, to_python};
 use crate::runtime::PyThreads;
 
 /// A sequence in a KVCache.
@@ -46,10 +46,13 @@ pub struct PyBatch {
 impl PyBatch {
     /// Position of each row in its sequence, int64 [num_tokens].
     #[getter]
-    fn positions<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        let batch = self.look();
-        let positions = batch.items().flat_map(|(_, start, len)| start as i64..(start + len) as i64).collect();
-        PyArray1::from_vec(py, positions)
+    fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        // Without the interpreter lock, as everything that waits: a call that holds the batch may ask for it.
+        let positions = detached(py, |_| {
+            let batch = self.look()?;
+            Ok(batch.items().flat_map(|(_, start, len)| start as i64..(start + len) as i64).collect())
+        })?;
+        Ok(PyArray1::from_vec(py, positions))
     }
 
     fn __repr__(&self) -> String {
@@ -70,12 +73,12 @@ pub struct PyKvCache {
 
 impl PyKvCache {
     fn with<T>(&self, f: impl FnOnce(&KvCache) -> Result<T>) -> Result<T> {
-        let cache = self.cache.read().unwrap_or_else(PoisonError::into_inner);
+        let cache = locked_or_busy(|| self.cache.read(), || self.cache.try_read())?;
         f(cache.as_ref().ok_or_else(closed)?)
     }
 
     fn with_mut<T>(&self, f: impl FnOnce(&mut KvCache) -> Result<T>) -> Result<T> {
-        let mut cache = self.cache.write().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
         f(cache.as_mut().ok_or_else(closed)?)
     }
 
@@ -92,17 +95,31 @@ impl PyKvCache {
     }
 }
 
+/// Waits for a lock, except where that could never end.
+fn locked_or_busy<G>(wait: impl FnOnce() -> LockResult<G>, attempt: impl FnOnce() -> TryLockResult<G>) -> Result<G> {
+    if !in_signal_handler() {
+        return Ok(wait().unwrap_or_else(PoisonError::into_inner));
+    }
+    match attempt() {
+        Ok(guard) => Ok(guard),
+        Err(TryLockError::Poisoned(guard)) => Ok(guard.into_inner()),
+        Err(TryLockError::WouldBlock) => {
+            Err(Error::InvalidState("in use by the call that this signal handler interrupts".into()))
+        }
+    }
+}
+
 fn closed() -> Error {
     Error::InvalidState("the cache is closed".into())
 }
 
 impl PyBatch {
-    fn look(&self) -> RwLockReadGuard<'_, Batch> {
-        self.batch.read().unwrap_or_else(PoisonError::into_inner)
+    fn look(&self) -> Result<RwLockReadGuard<'_, Batch>> {
+        locked_or_busy(|| self.batch.read(), || self.batch.try_read())
     }
 
-    fn change(&self) -> RwLockWriteGuard<'_, Batch> {
-        self.batch.write().unwrap_or_else(PoisonError::into_inner)
+    fn change(&self) -> Result<RwLockWriteGuard<'_, Batch>> {
+        locked_or_busy(|| self.batch.write(), || self.batch.try_write())
     }
 }
 
@@ -176,12 +193,21 @@ impl PyKvCache {
         self.change(py, |cache| cache.append(seq.id, &ids))
     }
 
-    fn plan(&self, py: Python<'_>, items: Vec<(PyRef<'_, PySequence>, i64)>) -> PyResult<PyBatch> {
-        let items: Vec<(SeqId, usize)> = items
-            .iter()
-            .map(|(seq, n)| match usize::try_from(*n) {
-                Ok(n) => Ok((seq.id, n)),
-                Err(_) => Err(invalid(format!("plan: expected at least 1 new token for each sequence, got {n}"))),
+    fn plan(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<PyBatch> {
+        // Item by item: a Vec argument would reserve whatever length an object claims to have.
+        let pairs = items.try_iter().map_err(|_| {
+            let got = items.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
+            PyTypeError::new_err(format!("plan: expected a list of (sequence, new tokens) pairs, got {got}"))
+        })?;
+        let items: Vec<(SeqId, usize)> = pairs
+            .map(|pair| {
+                let pair = pair?;
+                let (seq, n): (PyRef<'_, PySequence>, i64) = pair.extract().map_err(|e| match pair.len() {
+                    Ok(2) => e,
+                    _ => PyTypeError::new_err(format!("plan: expected (sequence, new tokens) pairs: {e}")),
+                })?;
+                let positive = |_| invalid(format!("plan: expected at least 1 new token for each sequence, got {n}"));
+                Ok((seq.id, usize::try_from(n).map_err(positive)?))
             })
             .collect::<PyResult<_>>()?;
         let batch = self.change(py, |cache| cache.plan(&items))?;
@@ -199,7 +225,7 @@ impl PyKvCache {
         let shape = [Some(batch.num_tokens), Some(self.layout.num_kv_heads), Some(self.layout.head_dim)];
         let (k, v) = (floats("k", k, &shape)?, floats("v", v, &shape)?);
         let (k, v) = (k.as_slice()?, v.as_slice()?);
-        self.change(py, |cache| cache.write(layer, &mut batch.change(), k, v))
+        self.change(py, |cache| cache.write(layer, &mut *batch.change()?, k, v))
     }
 
     #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None))]
@@ -227,15 +253,15 @@ impl PyKvCache {
         let q = floats("q", q, &[Some(batch.num_tokens), None, Some(self.layout.head_dim)])?;
         let q = q.as_slice()?;
         let out = self.look(py, |cache, should_stop| {
-            let mut out = vec![0.0; q.len()];
-            cache.attend(layer, &batch.look(), heads, scale.map(|s| s as f32), q, &mut out, should_stop)?;
+            let mut out = zeros(1, q.len())?;
+            cache.attend(layer, &*batch.look()?, heads, scale.map(|s| s as f32), q, &mut out, should_stop)?;
             Ok(out)
         })?;
         PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, self.layout.head_dim])
     }
 
     fn commit(&self, py: Python<'_>, batch: &PyBatch) -> PyResult<()> {
-        self.change(py, |cache| cache.commit(&batch.look()))
+        self.change(py, |cache| cache.commit(&*batch.look()?))
     }
 
     fn fork(&self, py: Python<'_>, seq: &PySequence) -> PyResult<PySequence> {
@@ -310,8 +336,12 @@ impl PyKvCache {
     }
 
     /// Give the memory back. Every later call raises InvalidState.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.cache.write().unwrap_or_else(PoisonError::into_inner).take()));
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, |_| {
+            let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
+            drop(cache.take());
+            Ok(())
+        })
     }
 
     /// Overwrite every stored value; tests poison the pool with it.

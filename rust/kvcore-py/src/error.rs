@@ -44,6 +44,17 @@ pub fn invalid(message: String) -> PyErr {
 /// How often a long call looks for Ctrl-C.
 const POLL: Duration = Duration::from_millis(50);
 
+thread_local! {
+    /// Whether this thread is in a signal handler that a long call of ours runs.
+    static IN_HANDLER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the caller is Python code (a signal handler) that runs in the middle of a call of ours on the same thread:
+/// what that call has locked stays locked for as long as the handler runs, so it must not be waited for.
+pub fn in_signal_handler() -> bool {
+    IN_HANDLER.get()
+}
+
 /// Looks for pending signals, at most every [`POLL`].
 struct Signals {
     next: Cell<Instant>,
@@ -58,7 +69,10 @@ impl Signals {
         }
         self.next.set(now + POLL);
         // Python runs signal handlers on its main thread alone; on others this finds nothing.
-        match Python::attach(|py| py.check_signals()) {
+        let outer = IN_HANDLER.replace(true);
+        let handled = Python::attach(|py| py.check_signals());
+        IN_HANDLER.set(outer);
+        match handled {
             Ok(()) => false,
             Err(raised) => {
                 *self.raised.borrow_mut() = Some(raised);

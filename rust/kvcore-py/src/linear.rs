@@ -5,7 +5,7 @@ use kvcore::linear::{Arena, Linear, WeightDtype, WeightsIn, gated_linear_add, no
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-use crate::arrays::{Weights, floats, floats_in_place, weights};
+use crate::arrays::{Weights, floats, floats_in_place, weights, zeros};
 use crate::error::{detached, invalid};
 use crate::runtime::PyThreads;
 
@@ -73,7 +73,7 @@ impl PyLinear {
         let x = floats("x", x, &[None, Some(self.linear.inputs())])?;
         let (rows, x) = (x.shape()[0], x.as_slice()?);
         let out = detached(py, |should_stop| {
-            let mut out = vec![0.0; rows * self.linear.outputs()];
+            let mut out = zeros(rows, self.linear.outputs())?;
             self.linear.forward(self.runtime.level, &self.runtime.threads, x, &mut out, false, should_stop)?;
             Ok(out)
         })?;
@@ -91,7 +91,7 @@ impl PyLinear {
         let norm = floats("norm_weight", norm_weight, &[Some(self.linear.inputs())])?;
         let (rows, x, norm) = (x.shape()[0], x.as_slice()?, norm.as_slice()?);
         let out = detached(py, |should_stop| {
-            let mut out = vec![0.0; rows * self.linear.outputs()];
+            let mut out = zeros(rows, self.linear.outputs())?;
             norm_linear(self.runtime.level, &self.runtime.threads, &self.linear, x, norm, eps, &mut out, should_stop)?;
             Ok(out)
         })?;

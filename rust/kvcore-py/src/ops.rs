@@ -143,7 +143,7 @@ pub fn reference_attention<'py>(
     let k = floats("k", k, &[None, None, Some(dim)])?;
     let (tokens, kv_heads) = (k.shape()[0], k.shape()[1]);
     let v = floats("v", v, &[Some(tokens), Some(kv_heads), Some(dim)])?;
-    if rows > tokens || kv_heads == 0 || dim == 0 || heads % kv_heads != 0 {
+    if rows > tokens || kv_heads == 0 || dim == 0 || heads == 0 || heads % kv_heads != 0 {
         return Err(invalid(format!(
             "expected at most as many query rows as tokens, and a multiple of the KV heads as query heads, got {rows} \
              rows of {heads} heads and {tokens} tokens of {kv_heads} heads"
