@@ -90,7 +90,8 @@ class KVCache:
         cache.append(seq, [next_token])
 
     Calls from several threads are safe: reads (attend, read, stats, ...) run side by side, changes one at a time. A
-    handle that was freed, or belongs to another cache, raises InvalidHandle everywhere.
+    signal handler may use the cache whose call it interrupts; what would have to wait for that call raises
+    InvalidState. A handle that was freed, or belongs to another cache, raises InvalidHandle everywhere.
 
     Sources: PagedAttention (Kwon et al., 2023) for blocks, tables and copy-on-write; vLLM's block pool for the LRU
     order of unreferenced blocks.
