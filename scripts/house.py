@@ -128,8 +128,8 @@ def _imports(node: ast.AST, how: str) -> Iterator[tuple[str, str]]:
         yield from _imports(child, how)
 
 
-KNOWN_CIRCLES = frozenset({("ops", "linear")})
-"""Imports that go upwards and are to be mended: ops borrows two checks of shapes from linear, which builds on ops."""
+KNOWN_CIRCLES: frozenset[tuple[str, str]] = frozenset()
+"""Imports that go upwards and are to be mended."""
 
 
 def floors(edges: Edges) -> list[list[str]]:

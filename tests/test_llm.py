@@ -19,7 +19,7 @@ import pytest
 import kvcore.engine
 import kvcore.loading as loading
 from kvcore.checkpoint.config import GenerationConfig
-from kvcore.engine.memory import available_memory
+from kvcore.memory import available_memory
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 from kvcore.llm import LLM

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.engine.memory import available_memory
+from kvcore.memory import available_memory
 from kvcore.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -256,7 +256,9 @@ def num_blocks(spec: DecoderSpec, kv_dtype: str, options: Options) -> int:
     """
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * KV_BYTES[kv_dtype]
+    # rows of V are padded to whole vectors of 16 dimensions
+    row = spec.head_dim + -(-spec.head_dim // 16) * 16
+    per_token = spec.num_layers * spec.num_kv_heads * row * KV_BYTES[kv_dtype]
     block = math.ceil(per_token * options.block_size)
     memory = options.kv_cache_memory
     if memory is None:

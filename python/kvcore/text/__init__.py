@@ -1,1 +1,1 @@
-"""To come."""
+"""Text in, text out: tokenizers, chat templates, and streams that never split a character."""

@@ -11,6 +11,7 @@ pub mod error;
 pub mod linear;
 pub mod ops;
 pub mod paging;
+mod shape;
 pub mod simd;
 pub mod storage;
 pub mod threads;

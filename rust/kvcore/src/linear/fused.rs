@@ -1,8 +1,9 @@
 //! Two steps of a decoder layer in one call each.
 #![forbid(unsafe_code)]
 
-use super::{Linear, expect_len, rows_of};
+use super::Linear;
 use crate::ops::{rms_norm, silu_mul};
+use crate::shape::{expect_len, rows_of};
 use crate::simd::Level;
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};

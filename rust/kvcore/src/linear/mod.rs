@@ -20,6 +20,7 @@ mod product;
 
 use std::borrow::Cow;
 
+use crate::shape::{expect_len, rows_of};
 use crate::simd::{Bf16, F16, F32, Level};
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
@@ -74,24 +75,6 @@ impl std::fmt::Debug for Linear {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Linear({} -> {}, {:?}, bias: {})", self.inputs, self.outputs, self.dtype, self.bias.is_some())
     }
-}
-
-/// `Err(InvalidArgument)` unless `got == expected`.
-pub(crate) fn expect_len(what: &str, shape: &str, expected: usize, got: usize) -> Result<()> {
-    if expected == got {
-        return Ok(());
-    }
-    Err(Error::InvalidArgument(format!("{what}: expected {expected} values ({shape}), got {got}")))
-}
-
-/// The rows in `len` values of `width` each.
-pub(crate) fn rows_of(what: &str, len: usize, width: usize) -> Result<usize> {
-    if width == 0 || !len.is_multiple_of(width) {
-        return Err(Error::InvalidArgument(format!(
-            "{what}: expected whole rows of {width} values (at least 1), got {len} values"
-        )));
-    }
-    Ok(len / width)
 }
 
 impl Arena {

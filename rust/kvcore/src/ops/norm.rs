@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use super::rows_per_task;
-use crate::linear::{expect_len, rows_of};
+use crate::shape::{expect_len, rows_of};
 use crate::simd::{LANES, Level, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};

@@ -1,4 +1,5 @@
 //! What is in a block: bytes only, never who owns it.
+#![forbid(unsafe_code)]
 
 pub mod dtype;
 pub mod fp8;
