@@ -130,15 +130,16 @@ impl Fixture {
     }
 }
 
+/// Values in a row of queries, at most.
+const WIDEST: usize = 1152;
+
 fn shapes() -> impl Strategy<Value = Shape> {
     let head_dim = prop_oneof![Just(2usize), Just(24), Just(64), (1usize..=24).prop_map(|d| 2 * d), Just(256usize)];
     (1usize..=3, 1usize..=9, head_dim, prop_oneof![Just(16usize), Just(48)], 0..KvDtype::ALL.len()).prop_map(
-        |(kv_heads, group, head_dim, block_size, dtype)| Shape {
-            kv_heads,
-            group,
-            head_dim,
-            block_size,
-            dtype: KvDtype::ALL[dtype],
+        |(kv_heads, group, head_dim, block_size, dtype)| {
+            // A few of the widest heads, or many narrow ones: the tests run under emulators, too.
+            let group = group.min(WIDEST / head_dim / kv_heads).max(1);
+            Shape { kv_heads, group, head_dim, block_size, dtype: KvDtype::ALL[dtype] }
         },
     )
 }
@@ -157,7 +158,7 @@ proptest! {
     #[test]
     fn a_rows_bits_depend_on_nothing_beside_it(
         shape in shapes(),
-        lengths in prop::collection::vec(prop_oneof![1usize..40, 240usize..600], 1..5),
+        lengths in prop::collection::vec(prop_oneof![3 => 1usize..40, 1 => 240usize..600], 1..5),
         cut in 0.0f64..1.0,
     ) {
         for level in Level::available() {
