@@ -33,7 +33,8 @@ def main(level: str) -> None:
             kvcore.KVCache(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=2)
         except UnsupportedSimd as error:
             assert name not in kvcore.available_simd(), name
-            assert name in str(error), error
+            if name not in str(error):
+                raise AssertionError(f"{name} is not named: {error}") from error
         else:
             assert name in kvcore.available_simd(), f"{name} was forced on a CPU without it"
     print(f"level {level}: {len(greedy)} tokens as expected; levels that are not here are refused")

@@ -19,11 +19,11 @@ import pytest
 import kvcore.engine
 import kvcore.loading as loading
 from kvcore.checkpoint.config import GenerationConfig
-from kvcore.memory import available_memory
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 from kvcore.llm import LLM
 from kvcore.loading import Options
+from kvcore.memory import available_memory
 from kvcore.outputs import RequestOutput
 from mocks import MockCache, MockChatTemplate, MockDecoder, MockTokenizer, text_script
 

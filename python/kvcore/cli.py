@@ -40,7 +40,10 @@ _Model = Annotated[
     ),
 ]
 _KvDtype = Annotated[
-    str, typer.Option(help="What keys and values are stored in: auto, float32, float16, bfloat16, fp8 (short: f32, f16, bf16).")
+    str,
+    typer.Option(
+        help="What keys and values are stored in: auto, float32, float16, bfloat16, fp8 (short: f32, f16, bf16)."
+    ),
 ]
 _MaxTokens = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 _Temperature = Annotated[float, typer.Option(help="0 takes the most probable token; higher is more varied.")]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.memory import available_memory
 from kvcore.errors import InvalidArgument
+from kvcore.memory import available_memory
 
 if TYPE_CHECKING:
     from kvcore.checkpoint.config import GenerationConfig

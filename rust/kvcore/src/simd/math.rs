@@ -3,7 +3,7 @@
 
 use super::vector::Simd;
 
-/// `2^x` for `x <= 127`; underflows to 0 below -126.5; NaN stays NaN. Relative error below 2e-7.
+/// `2^x` for `x <= 128`, infinite from 127.5 on; underflows to 0 below -126.5; NaN stays NaN. Relative error below 2e-7.
 ///
 /// Cody-Waite split into the nearest integer and a rest in [-0.5, 0.5], and a Taylor polynomial of degree 7 of
 /// `2^rest`, whose truncation error is below 2^-27.
@@ -23,8 +23,8 @@ pub fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32 {
 /// `x * sigmoid(x)`, also known as swish; exact limits at both ends (0 and x).
 #[inline(always)]
 pub fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    // exp(-x) overflows below x = -88; there the quotient is 0 to f32's precision, so the exponent is bounded.
+    // exp2 takes exponents up to 128, where it is infinite and the quotient 0.
     let t = s.mul(x, s.splat(-std::f32::consts::LOG2_E));
-    let bounded = s.sub(s.splat(0.0), s.max(s.splat(-126.0), s.sub(s.splat(0.0), t)));
+    let bounded = s.sub(s.splat(0.0), s.max(s.splat(-128.0), s.sub(s.splat(0.0), t)));
     s.div(x, s.add(s.splat(1.0), exp2(s, bounded)))
 }

@@ -52,7 +52,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn first_lanes(self, n: usize, a: Self::F32, b: Self::F32) -> Self::F32;
     /// The nearest integer, ties to even.
     fn round(self, x: Self::F32) -> Self::F32;
-    /// `2^n` for integral `n` in -127..=127; -127 gives 0.
+    /// `2^n` for integral `n` in -127..=128; -127 gives 0 and 128 infinity.
     fn pow2(self, n: Self::F32) -> Self::F32;
     /// Round to the nearest bf16 value (ties to even), kept as f32; NaN stays NaN.
     fn round_bf16(self, x: Self::F32) -> Self::F32;
