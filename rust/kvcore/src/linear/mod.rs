@@ -25,8 +25,7 @@ use crate::simd::{Bf16, F16, F32, Level};
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
 use buffer::Buffer;
-use pack::Stored;
-use product::GROUP_OUTPUTS;
+use pack::{GROUP_OUTPUTS, Stored};
 
 pub use buffer::Arena;
 pub use fused::{gated_linear_add, norm_linear};

@@ -10,10 +10,14 @@
 use half::slice::HalfFloatSliceExt;
 
 use super::WeightsIn;
-use super::product::{GROUP, GROUP_OUTPUTS};
 use crate::Result;
 use crate::simd::{Bf16, F16, F32, Format, LANES, Level, Simd, Work};
 use crate::threads::{NEVER, Threads};
+
+/// Panels of 16 outputs that lie interleaved in one group: one stream of memory feeds them all.
+pub(super) const GROUP: usize = 2;
+/// Outputs of a group.
+pub(super) const GROUP_OUTPUTS: usize = GROUP * LANES;
 
 /// A format that weights are held in.
 pub(super) trait Stored: Format<Raw: Send + Sync> {

@@ -9,15 +9,10 @@
 //! through weights on huge pages all of the read bandwidth, as two rows or one take no longer than the loads.
 #![forbid(unsafe_code)]
 
-use super::pack::Stored;
+use super::pack::{GROUP, GROUP_OUTPUTS, Stored};
 use crate::Result;
 use crate::simd::{LANES, Level, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
-
-/// Panels of 16 outputs that lie interleaved in one group: one stream of memory feeds them all.
-pub(super) const GROUP: usize = 2;
-/// Outputs of a group.
-pub(super) const GROUP_OUTPUTS: usize = GROUP * LANES;
 
 /// Bytes of a slice of a group that all row tiles pass over: it stays in the L2 cache.
 const SLICE: usize = 256 << 10;
