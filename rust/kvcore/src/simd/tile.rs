@@ -1,4 +1,4 @@
-//! The two register tiles that all products are made of: attention's scores and mixes, and the linear layers.
+//! The two register tiles of attention: its scores and its mixes. (The linear layers have a tile of their own.)
 //!
 //! ```text
 //! dot:  acc[m][b] = sum over i of panels[b][i] * coefs[i][m]            panels side by side, each read once
