@@ -42,7 +42,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_and_tests_that_are_named_are_there(page: Path) -> None:
     """`path/to/file.py` and `file.rs::name`: the name of a test is looked for in its file."""
     text = page.read_text(encoding="utf-8")
-    everywhere = {p.name: p for root in ("rust", "tests", "python", "scripts", "benches") for p in (ROOT / root).rglob("*.*")}
+    everywhere = {
+        p.name: p for root in ("rust", "tests", "python", "scripts", "benches") for p in (ROOT / root).rglob("*.*")
+    }
     named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|pyi|rs|sh|md|toml))(?:::(\w+))?`", text)
     assert named
     planned = set(re.findall(r"`([\w./-]+)` \(planned\)", text))
