@@ -6,6 +6,7 @@ HYPOTHESIS_PROFILE=long (or pytest --hypothesis-profile=long) searches for longe
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from hypothesis import HealthCheck, settings
 
 from kvcore import available_simd
 from kvtools import SIMD_ENV, forced_name
+
+# A shell starts background jobs with Ctrl-C ignored, and what they start inherits that: tests of Ctrl-C would hang.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadlines: the machine may be busy, and the first call of a kernel touches cold code and memory.
 settings.register_profile(
