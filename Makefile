@@ -9,6 +9,10 @@ PROMPT ?= What is a KV cache?
 # The locked dependencies are what is tested.
 CARGO_FLAGS := --locked
 
+# Whatever environment is active, tools work on ours.
+export VIRTUAL_ENV := $(abspath $(VENV))
+unexport CONDA_PREFIX
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench lint format wheel smoke test-isa clean lock develop \
 	test-rust test-python lint-rustfmt lint-clippy lint-ruff lint-format lint-mypy lint-stubs

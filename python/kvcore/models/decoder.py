@@ -84,7 +84,7 @@ class Decoder:
         left = unused_tensors(spec, weights)
         if left:
             names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            warnings.warn(f"{weights.source}: {len(left)} tensors are not used: {names}", stacklevel=2)
+            warnings.warn(f"{weights.source}: tensors that are not used ({len(left)}): {names}", stacklevel=2)
 
     @property
     def nbytes(self) -> int:

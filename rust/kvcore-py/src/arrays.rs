@@ -78,6 +78,44 @@ pub fn zeros(rows: usize, width: usize) -> kvcore::Result<Vec<f32>> {
     Ok(vec![0.0; len])
 }
 
+/// An integer argument whose faults are told with its name: negative, too large, or no integer at all.
+pub struct Size<'py>(Bound<'py, PyAny>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Size<'py> {
+    type Error = std::convert::Infallible;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> Result<Self, Self::Error> {
+        Ok(Self(value.to_owned()))
+    }
+}
+
+impl Size<'_> {
+    /// The value.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a negative or too large one, `TypeError` for what is no integer (True is none).
+    pub fn get(&self, name: &str) -> PyResult<usize> {
+        let (value, py) = (&self.0, self.0.py());
+        let no_integer = || {
+            let got = value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
+            PyTypeError::new_err(format!("{name}: expected an integer, got {got}"))
+        };
+        if value.is_instance_of::<pyo3::types::PyBool>() {
+            return Err(no_integer());
+        }
+        value.extract::<usize>().map_err(|e| {
+            if e.is_instance_of::<pyo3::exceptions::PyOverflowError>(py) {
+                let got = value.repr().map_or_else(|_| "another".into(), |r| r.to_string());
+                invalid(format!("{name}: expected an integer from 0 to {}, got {got}", usize::MAX))
+            } else if e.is_instance_of::<PyTypeError>(py) {
+                no_integer()
+            } else {
+                e
+            }
+        })
+    }
+}
+
 /// Weights in the dtype they are stored in, contiguous.
 pub enum Weights<'py> {
     /// float32.

@@ -13,7 +13,7 @@ use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 
-use crate::arrays::{floats, token_ids, zeros};
+use crate::arrays::{Size, floats, token_ids, zeros};
 use crate::error::{detached, in_signal_handler, invalid, to_python};
 use crate::runtime::PyThreads;
 
@@ -136,16 +136,16 @@ impl PyKvCache {
         enable_prefix_caching = true, _equal_hashes = false))]
     #[expect(clippy::too_many_arguments, reason = "the public signature")]
     fn new(
-        num_layers: usize,
-        num_kv_heads: usize,
-        head_dim: usize,
-        num_blocks: usize,
-        block_size: usize,
+        num_layers: Size<'_>,
+        num_kv_heads: Size<'_>,
+        head_dim: Size<'_>,
+        num_blocks: Size<'_>,
+        block_size: i64,
         dtype: &str,
         k_scale: Option<f64>,
         v_scale: Option<f64>,
         groups: Option<&Bound<'_, PyAny>>,
-        num_threads: Option<usize>,
+        num_threads: Option<Size<'_>>,
         threads: Option<&PyThreads>,
         enable_prefix_caching: bool,
         _equal_hashes: bool,
@@ -158,12 +158,20 @@ impl PyKvCache {
         let dtype: KvDtype = dtype.parse().map_err(to_python)?;
         // A float64 that float32 cannot hold becomes 0 or infinity here, which the check of the scales refuses.
         let scales = Scales { k: k_scale.unwrap_or(1.0) as f32, v: v_scale.unwrap_or(1.0) as f32 };
-        let layout = Layout { num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype };
+        let layout = Layout {
+            num_layers: num_layers.get("num_layers")?,
+            num_blocks: num_blocks.get("num_blocks")?,
+            num_kv_heads: num_kv_heads.get("num_kv_heads")?,
+            head_dim: head_dim.get("head_dim")?,
+            block_size: usize::try_from(block_size)
+                .map_err(|_| invalid(format!("block_size: expected at least 16, got {block_size}")))?,
+            dtype,
+        };
         let threads = match (num_threads, threads) {
             (Some(_), Some(_)) => {
                 return Err(invalid("num_threads, threads: expected at most one of them, got both".into()));
             }
-            (Some(n), None) => PyThreads::make(Some(n))?,
+            (Some(n), None) => PyThreads::make(Some(n.get("num_threads")?))?,
             (None, threads) => PyThreads::or_default(threads)?,
         };
         let hash = if _equal_hashes { equal_hashes } else { hash_block };
@@ -202,12 +210,11 @@ impl PyKvCache {
         let items: Vec<(SeqId, usize)> = pairs
             .map(|pair| {
                 let pair = pair?;
-                let (seq, n): (PyRef<'_, PySequence>, i64) = pair.extract().map_err(|e| match pair.len() {
+                let (seq, n): (PyRef<'_, PySequence>, Size<'_>) = pair.extract().map_err(|e| match pair.len() {
                     Ok(2) => e,
                     _ => PyTypeError::new_err(format!("plan: expected (sequence, new tokens) pairs: {e}")),
                 })?;
-                let positive = |_| invalid(format!("plan: expected at least 1 new token for each sequence, got {n}"));
-                Ok((seq.id, usize::try_from(n).map_err(positive)?))
+                Ok((seq.id, n.get("plan: new tokens")?))
             })
             .collect::<PyResult<_>>()?;
         let batch = self.change(py, |cache| cache.plan(&items))?;
@@ -217,11 +224,12 @@ impl PyKvCache {
     fn write(
         &self,
         py: Python<'_>,
-        layer: usize,
+        layer: Size<'_>,
         batch: &PyBatch,
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
+        let layer = layer.get("layer")?;
         let shape = [Some(batch.num_tokens), Some(self.layout.num_kv_heads), Some(self.layout.head_dim)];
         let (k, v) = (floats("k", k, &shape)?, floats("v", v, &shape)?);
         let (k, v) = (k.as_slice()?, v.as_slice()?);
@@ -233,7 +241,7 @@ impl PyKvCache {
     fn attend<'py>(
         &self,
         py: Python<'py>,
-        layer: usize,
+        layer: Size<'_>,
         batch: &PyBatch,
         q: &Bound<'py, PyAny>,
         scale: Option<f64>,
@@ -241,6 +249,7 @@ impl PyKvCache {
         softcap: Option<&Bound<'py, PyAny>>,
         sinks: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray3<f32>>> {
+        let layer = layer.get("layer")?;
         for (name, value) in [("window", window), ("softcap", softcap), ("sinks", sinks)] {
             if value.is_some() {
                 return Err(PyNotImplementedError::new_err(format!("{name}: not supported yet; expected None")));
@@ -271,9 +280,8 @@ impl PyKvCache {
         })
     }
 
-    fn truncate(&self, py: Python<'_>, seq: &PySequence, num_tokens: i64) -> PyResult<()> {
-        let n = usize::try_from(num_tokens)
-            .map_err(|_| invalid(format!("num_tokens: expected at least 1, got {num_tokens}")))?;
+    fn truncate(&self, py: Python<'_>, seq: &PySequence, num_tokens: Size<'_>) -> PyResult<()> {
+        let n = num_tokens.get("num_tokens")?;
         self.change(py, |cache| cache.truncate(seq.id, n))
     }
 
@@ -285,9 +293,10 @@ impl PyKvCache {
     fn read<'py>(
         &self,
         py: Python<'py>,
-        layer: usize,
+        layer: Size<'_>,
         seq: &PySequence,
     ) -> PyResult<(Bound<'py, PyArray3<f32>>, Bound<'py, PyArray3<f32>>)> {
+        let layer = layer.get("layer")?;
         let (tokens, k, v) = self.look(py, |cache, _| cache.read(layer, seq.id))?;
         let shape = [tokens, self.layout.num_kv_heads, self.layout.head_dim];
         Ok((PyArray1::from_vec(py, k).reshape(shape)?, PyArray1::from_vec(py, v).reshape(shape)?))

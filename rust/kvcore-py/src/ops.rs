@@ -8,7 +8,7 @@ use kvcore::storage::fp8;
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-use crate::arrays::floats;
+use crate::arrays::{Size, floats};
 use crate::error::{detached, invalid, to_python};
 use crate::runtime::PyThreads;
 
@@ -43,11 +43,13 @@ pub fn rope_split<'py>(
     qkv: &Bound<'py, PyAny>,
     cos: &Bound<'py, PyAny>,
     sin: &Bound<'py, PyAny>,
-    num_heads: usize,
-    num_kv_heads: usize,
-    head_dim: usize,
+    num_heads: Size<'_>,
+    num_kv_heads: Size<'_>,
+    head_dim: Size<'_>,
     threads: Option<&PyThreads>,
 ) -> PyResult<(Bound<'py, PyArray3<f32>>, Bound<'py, PyArray3<f32>>, Bound<'py, PyArray3<f32>>)> {
+    let (num_heads, num_kv_heads) = (num_heads.get("num_heads")?, num_kv_heads.get("num_kv_heads")?);
+    let head_dim = head_dim.get("head_dim")?;
     let heads = num_kv_heads.checked_mul(2).and_then(|kv| kv.checked_add(num_heads));
     let Some(width) = heads.and_then(|heads| heads.checked_mul(head_dim)) else {
         return Err(invalid(format!("rope: {num_heads} + 2 * {num_kv_heads} heads of {head_dim} dims overflow")));

@@ -7,6 +7,7 @@ use kvcore::simd::Level;
 use kvcore::threads::Threads;
 use pyo3::prelude::*;
 
+use crate::arrays::Size;
 use crate::error::to_python;
 
 /// A pool of worker threads that calls share, and the SIMD level that they run on.
@@ -37,8 +38,8 @@ impl PyThreads {
     /// A pool; None: as many threads as CPU affinity and cgroup quota allow.
     #[new]
     #[pyo3(signature = (num_threads = None))]
-    fn new(num_threads: Option<usize>) -> PyResult<Self> {
-        Self::make(num_threads)
+    fn new(num_threads: Option<Size<'_>>) -> PyResult<Self> {
+        Self::make(num_threads.map(|n| n.get("num_threads")).transpose()?)
     }
 
     /// Threads that a call may use, the calling one among them.

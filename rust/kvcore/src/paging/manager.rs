@@ -229,9 +229,10 @@ impl BlockManager {
             }
             let open = sequence.tokens.len() - sequence.computed;
             if n == 0 || n > open {
-                return Err(Error::InvalidArgument(format!(
-                    "item {row} plans {n} tokens; it must be 1..={open}, the tokens of the sequence without K and V"
-                )));
+                return Err(Error::InvalidArgument(match open {
+                    0 => format!("item {row} plans {n} tokens, but every token of the sequence has K and V already"),
+                    _ => format!("item {row} plans {n} tokens: expected 1 to {open}, those without K and V"),
+                }));
             }
             let (have, want) = (sequence.blocks.len(), (sequence.computed + n).div_ceil(block_size));
             needed += want.saturating_sub(have);
@@ -334,7 +335,7 @@ impl BlockManager {
         let sequence = self.sequences.get_mut(seq)?;
         let known = sequence.tokens.len();
         if num_tokens == 0 || num_tokens > known {
-            return Err(Error::InvalidArgument(format!("num_tokens must be 1..={known}, got {num_tokens}")));
+            return Err(Error::InvalidArgument(format!("num_tokens: expected 1 to {known}, got {num_tokens}")));
         }
         sequence.tokens.truncate(num_tokens);
         sequence.computed = sequence.computed.min(num_tokens);

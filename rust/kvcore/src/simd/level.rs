@@ -78,6 +78,7 @@ impl Level {
     /// As [`Level::select`].
     pub fn from_env() -> Result<Level> {
         match std::env::var(ENV) {
+            Ok(name) if name.is_empty() => Ok(Self::best()),
             Ok(name) => Self::select(&name),
             Err(std::env::VarError::NotPresent) => Ok(Self::best()),
             Err(std::env::VarError::NotUnicode(_)) => Self::select("(not unicode)"),
