@@ -87,8 +87,52 @@ def test_json(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stdin(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
-    assert run(capsys, "generate", "-")[:2] == (0, "hello\n")
+    for text in ("hi", "hi\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert run(capsys, "generate", "-")[:2] == (0, "hello\n")
+
+
+@pytest.mark.parametrize("argv", [[], ["--no-chat"]])
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (io.BytesIO(b""), "expected a text that is not empty"),
+        (io.BytesIO(b"\n"), "expected a text that is not empty"),
+        (io.BytesIO(b"\xff"), "the prompt is not valid UTF-8 (check the locale)"),
+        (None, "expected a text on stdin, but it is closed"),
+    ],
+)
+def test_bad_stdin(
+    models: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    stdin: io.BytesIO | None,
+    message: str,
+) -> None:
+    text = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin.getvalue()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", text)
+    code, out, err = run(capsys, "generate", *argv, "-")
+    assert (code, out, err.count("\n"), models) == (1, "", 1, [])
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(MemoryError(), "out of memory"), (OSError(28, "No space left on device"), "[Errno 28] No space left on device")],
+)
+def test_errors_of_the_system(
+    models: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    line: str,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(LLM, "stream_chat", fail)
+    assert run(capsys, "generate", "hi") == (1, "", f"kvcore: {line}\n")
 
 
 def test_errors_are_one_line(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +141,9 @@ def test_errors_are_one_line(models: list[Any], capsys: pytest.CaptureFixture[st
         ["--temperature", "-1", "hi"],
         ["--max-tokens", "0", "hi"],
         ["--no-chat", ""],
+        [""],
+        ["\udcff"],
+        ["--no-chat", "\udcff"],
     ):
         code, out, err = run(capsys, "generate", *argv)
         assert (code, out) == (1, "")
@@ -128,6 +175,38 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, li
 def test_chat(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat(capsys, monkeypatch, "hi\n\n/exit\nhi\n") == (0, "hello\n", "")
     assert chat(capsys, monkeypatch, "hi\n/reset\nhi\n") == (0, "hello\nhello\n", "")
+
+
+def test_chat_help_and_closed_stdin(
+    models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = chat(capsys, monkeypatch, "/help\nhi\n")
+    assert (code, out) == (0, "hello\n")
+    assert "/reset" in err
+    assert "/exit" in err
+    assert chat(capsys, monkeypatch, "\udcff\nhi\n")[1:] == (
+        "hello\n",
+        "kvcore: the prompt is not valid UTF-8 (check the locale)\n",
+    )
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(capsys, "chat") == (1, "", "kvcore: stdin: expected what to answer, but it is closed\n")
+
+
+def test_chat_says_how_to_go_on_when_the_context_is_full(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_model(model: str, **options: Any) -> LLM:
+        decoder = MockDecoder(MockCache(200), 257, script=text_script(len(CHAT), "hello"))
+        parts = (decoder, MockTokenizer(), GenerationConfig((256,)))
+        return LLM._from_parts(*parts, chat_template=MockChatTemplate(), max_model_len=len(CHAT) + 3)
+
+    monkeypatch.setattr(cli, "_open", open_model)
+    code, out, err = chat(capsys, monkeypatch, "hi\nhi\n/reset\nhi\n")
+    assert (code, out) == (0, "hel\nhel\n")
+    short, long, again = err.splitlines()
+    assert short == again == "kvcore: the context is full: /reset starts over"
+    assert "max_model_len" in long
+    assert "/reset" in long
 
 
 def test_chat_goes_on_after_ctrl_c_and_errors(
@@ -179,6 +258,34 @@ def test_help_reads_well_and_imports_little() -> None:
         assert option in out
     for module in (b"jinja2", b"tokenizers", b"huggingface_hub", b"kvcore.llm"):
         assert b"| " + module not in err.replace(b"|   ", b"| ")
+
+
+ANSWERS = (
+    "import sys, kvcore.cli as cli\n"
+    "from test_cli import *\n"
+    "def open_model(model, **options):\n"
+    "    decoder = MockDecoder(MockCache(200), 257, script=text_script(len(CHAT), 'h\\u00e9'))\n"
+    "    parts = (decoder, MockTokenizer(), GenerationConfig((256,)))\n"
+    "    return LLM._from_parts(*parts, chat_template=MockChatTemplate(), name=model)\n"
+    "cli._open = open_model\n"
+    "sys.exit(cli.main(sys.argv[1:]))\n"
+)
+
+
+def test_a_character_that_stdout_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    process = python("-c", ANSWERS, "generate", "hi")
+    out, err = process.communicate()
+    assert (process.returncode, out.split()) == (0, [b"h?"])
+    assert b"Traceback" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("argv", [["generate", "hi"], ["--version"], ["--help"]])
+def test_a_full_disk(argv: list[str]) -> None:
+    process = python("-c", f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n{ANSWERS}", *argv)
+    _, err = process.communicate()
+    assert (process.returncode, err.splitlines()) == (1, [b"kvcore: [Errno 28] No space left on device"])
 
 
 def test_a_broken_pipe_is_quiet() -> None:

