@@ -9,6 +9,10 @@ PROMPT ?= What is a KV cache?
 # The locked dependencies are what is tested.
 CARGO_FLAGS := --locked
 
+# A wheel names no folder of the machine that built it.
+CARGO_HOME ?= $(HOME)/.cargo
+REMAP := --remap-path-prefix=$(CARGO_HOME)=cargo --remap-path-prefix=$(CURDIR)=.
+
 # Whatever environment is active, tools work on ours.
 export VIRTUAL_ENV := $(abspath $(VENV))
 unexport CONDA_PREFIX
@@ -62,7 +66,8 @@ format: $(VENV)/.dev ## format all code in place
 
 wheel: $(VENV)/.dev ## build dist/*.whl and check its size
 	rm -rf dist
-	$(BIN)/maturin build --release --strip $(CARGO_FLAGS) --interpreter $(BIN)/python --out dist
+	RUSTFLAGS="$(REMAP)" $(BIN)/maturin build --release --strip $(CARGO_FLAGS) --target-dir target/wheel \
+		--interpreter $(BIN)/python --out dist
 	$(BIN)/python scripts/check_wheel.py dist
 
 smoke: wheel ## try the wheel in a fresh virtual environment

@@ -1,4 +1,5 @@
-"""Print what is in the one wheel of a folder, and fail if it is larger than it may be or not for every Python."""
+"""Print what is in the one wheel of a folder, and fail if it is larger than it may be not for every Python, or tells
+where it was built."""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ def main(folder: str) -> str | None:
     with zipfile.ZipFile(wheel) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: -entry.file_size)[:3]:
             print(f"  {entry.file_size:>9,} bytes  {entry.filename}")
+        home = str(Path.home()).encode()
+        tells = [name for name in archive.namelist() if len(home) > 1 and home + b"/" in archive.read(name)]
     print(f"{wheel}: {size:,} bytes of {LIMIT:,}")
     if "-abi3-" not in wheel.name:
         return f"{wheel.name}: expected an abi3 wheel"
     if size >= LIMIT:
         return f"{wheel.name}: {size:,} bytes, expected less than {LIMIT:,}"
+    if tells:
+        return f"{wheel.name}: {', '.join(tells)} names folders of the machine that built it"
     return None
 
 
