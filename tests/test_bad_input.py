@@ -504,15 +504,15 @@ def test_sizes_are_refused_by_name(bad: object) -> None:
     kind = InvalidArgument if type(bad) is int else TypeError
     for name in ("num_layers", "num_kv_heads", "head_dim", "num_blocks"):
         sizes: dict[str, Any] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "num_blocks": 2, name: bad}
-        with pytest.raises(kind, match=f"^{name}: expected an integer"):
+        with pytest.raises(kind, match=f"{name}: expected an integer"):
             KVCache(**sizes)
     cache = KVCache(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=2)
     seq = cache.add([1, 2])
-    with pytest.raises(kind, match="^layer: expected an integer"):
+    with pytest.raises(kind, match="layer: expected an integer"):
         cache.read(bad, seq)  # type: ignore[arg-type]
-    with pytest.raises(kind, match="^num_tokens: expected an integer"):
+    with pytest.raises(kind, match="num_tokens: expected an integer"):
         cache.truncate(seq, bad)  # type: ignore[arg-type]
     if bad is not None:
-        with pytest.raises(kind, match="^num_threads: expected an integer"):
+        with pytest.raises(kind, match="num_threads: expected an integer"):
             Threads(bad)  # type: ignore[arg-type]
     cache.check()
