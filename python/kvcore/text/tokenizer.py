@@ -397,6 +397,9 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     if not isinstance(listed, Mapping):
         return
     known = backend.get_added_tokens_decoder()
+    for key in listed:
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise CheckpointError(f"{path}: added_tokens_decoder: expected token ids as keys, got {key!r:.80}")
     for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
             raise CheckpointError(f"{path}: added_tokens_decoder[{key!r}] has no content")
