@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvcore.checkpoint.config import (
     load_generation_config,
     refuse_quantization,
 )
+from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError, InvalidArgument, KvcoreError
 from kvcore.models.families import FAMILIES, spec_from_config
 from kvcore.models.rope import RopeTable
@@ -270,3 +272,18 @@ def test_reader_takes_only_objects() -> None:
 
 def test_checkpoint_error_is_a_kvcore_error() -> None:
     assert issubclass(CheckpointError, KvcoreError)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_devices_and_pipes_are_refused(tmp_path: Path, kind: str) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        if kind == "device":
+            (tmp_path / name).symlink_to("/dev/zero")
+        else:
+            os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"/config\.json: .*expected a regular file"):
+        load_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*expected a regular file"):
+        load_generation_config(tmp_path, {})
+    with pytest.raises(CheckpointError, match=r"index\.json: .*expected a regular file"):
+        SafetensorsWeights.open(tmp_path)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -446,4 +447,17 @@ def test_added_tokens_have_ids(tmp_path: Path, key: str) -> None:
     write_byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {key: 1}}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: added_tokens_decoder: .*got '"):
+        Tokenizer.from_file(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_devices_and_pipes_are_refused(tmp_path: Path, name: str, kind: str) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "device":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: .*expected a regular file"):
         Tokenizer.from_file(tmp_path)
