@@ -275,5 +275,12 @@ def test_long_conversations_are_not_hostile() -> None:
 
 
 def test_filters_still_work() -> None:
-    assert render("{{ 'http://a.b' | urlize }}").startswith("<a href=")
+    assert render("{{ 'https://example.com' | urlize }}").startswith("<a href=")
     assert render("{{ [3, 1] | sort | list }}{{ [1, 2] | select('odd') | list }}") == "[1, 3][1]"
+
+
+def test_a_broken_template_of_the_model_is_an_error_of_render() -> None:
+    tokenizer = SimpleNamespace(chat_template="{% if %}", special_tokens={})
+    template = ChatTemplate.from_tokenizer(tokenizer)
+    with pytest.raises(InvalidArgument, match="own template is broken: chat template 'default', line 1"):
+        template.render(HI)

@@ -66,6 +66,7 @@ class ChatTemplate:
         self._variables = dict(special_tokens or {})
         self._variables |= {k: v for k, v in (("bos_token", bos_token), ("eos_token", eos_token)) if v is not None}
         self._max_chars = max_chars
+        self._fault: str | None = None
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
         for name, text in _by_name(template).items():
@@ -80,10 +81,19 @@ class ChatTemplate:
     def from_tokenizer(cls, tokenizer: Any) -> ChatTemplate:
         """The template and special tokens of a `Tokenizer`.
 
+        A template that cannot be compiled is an error of `render` only: the model can do without.
+
         Raises:
             InvalidArgument: it has no template.
         """
-        return cls(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+        if tokenizer.chat_template is None:
+            raise InvalidArgument(_NO_TEMPLATE)
+        try:
+            return cls(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+        except (InvalidArgument, TypeError) as error:
+            broken = cls("", special_tokens=tokenizer.special_tokens)
+            broken._fault = str(error)
+            return broken
 
     def render(
         self,
@@ -107,6 +117,8 @@ class ChatTemplate:
             InvalidArgument: a message is not as above, the template refuses the conversation or has a fault, or
                 it grows beyond the limits.
         """
+        if self._fault is not None:
+            raise InvalidArgument(f"the model's own template is broken: {self._fault}")
         plain = _checked_messages(messages)
         tool_list = None if tools is None else [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
         name = "tool_use" if tool_list and "tool_use" in self._templates else "default"
