@@ -24,6 +24,12 @@ def render(template: str, **extra: Any) -> str:
     return ChatTemplate(template, "<s>", "</s>").render(HI, **extra)
 
 
+SHARED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(40) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+
+
 def test_golden() -> None:
     template = ChatTemplate(EXPECTED["tokenizer"]["chat_template"], EXPECTED["tokenizer"]["bos"])
     chats = [prompt for prompt in EXPECTED["prompts"] if "messages" in prompt]
@@ -233,6 +239,20 @@ def test_faulty_templates(template: str, message: str) -> None:
         "{{ [[1] * 1000000] * 1000 | sum(start=[]) }}{{ ([[1] * 1000000] * 1000) | sum(start=[]) }}",
         "{{ [1] | batch(10**10, 'x') | list }}",
         "{{ [1] | slice(10**10) | list }}",
+        SHARED + "{{ ns.x == ns.y }}",
+        SHARED + "{{ ns.x | tojson }}",
+        SHARED + "{{ ns.x | string }}",
+        SHARED + "{{ ns.x | pprint }}",
+        SHARED + "{{ [ns.x, ns.y] | sort }}",
+        SHARED + "{{ ns.x }}",
+        SHARED + "{{ ns.x is eq(ns.y) }}",
+        SHARED + "{{ {(ns.x,): 1} }}",
+        SHARED + "{{ '%s' % ns.x }}",
+        SHARED + "{{ '{}'.format(ns.x) }}",
+        SHARED + "{{ ns.x ~ '' }}",
+        "{{ ('<' * 8000000) | urlize }}",
+        "{% set x %}{% for i in range(99999) %}{{ 'a' * 8000 }}{% endfor %}{% endset %}",
+        "{% set x %}{% for i in range(99999) %}" + "a" * 8000 + "{% endfor %}{% endset %}",
     ],
 )
 def test_hostile_templates_are_stopped(template: str) -> None:
@@ -252,3 +272,15 @@ def test_the_limit_can_be_set() -> None:
 def test_long_conversations_are_not_hostile() -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 100} for i in range(5000)]
     assert len(ChatTemplate(CHATML).render(messages)) > 2_500_000
+
+
+def test_filters_still_work() -> None:
+    assert render("{{ 'https://example.com' | urlize }}").startswith("<a href=")
+    assert render("{{ [3, 1] | sort | list }}{{ [1, 2] | select('odd') | list }}") == "[1, 3][1]"
+
+
+def test_a_broken_template_of_the_model_is_an_error_of_render() -> None:
+    tokenizer = SimpleNamespace(chat_template="{% if %}", special_tokens={})
+    template = ChatTemplate.from_tokenizer(tokenizer)
+    with pytest.raises(InvalidArgument, match="own template is broken: chat template 'default', line 1"):
+        template.render(HI)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvcore.checkpoint.config import (
     load_generation_config,
     refuse_quantization,
 )
+from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError, InvalidArgument, KvcoreError
 from kvcore.models.families import FAMILIES, spec_from_config
 from kvcore.models.rope import RopeTable
@@ -123,6 +125,9 @@ def test_tensor_names() -> None:
         ({"hidden_size": 26}, r"hidden_size: expected a multiple of num_attention_heads \(4\)"),
         ({"hidden_size": 12}, r"head_dim .*: expected an even number, got 3"),
         ({"head_dim": 7}, "head_dim: expected an even number, got 7"),
+        ({"head_dim": 258}, "head_dim: expected an integer of at most 256, got 258"),
+        ({"hidden_size": 2048}, r"head_dim .*: expected an integer of at most 256, got 512"),
+        ({"rope_scaling": {"rope_type": "factors", "factors": [1.0] * 3}}, "one of default, .*, yarn, got \"factors\""),
         ({"head_dim": 0}, "head_dim: expected an integer of at least 1, got 0"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads: expected a divisor of num_attention_heads \(4\), got 3"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected an integer of at most 10000"),
@@ -270,3 +275,18 @@ def test_reader_takes_only_objects() -> None:
 
 def test_checkpoint_error_is_a_kvcore_error() -> None:
     assert issubclass(CheckpointError, KvcoreError)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_devices_and_pipes_are_refused(tmp_path: Path, kind: str) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        if kind == "device":
+            (tmp_path / name).symlink_to("/dev/zero")
+        else:
+            os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"/config\.json: .*expected a regular file"):
+        load_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*expected a regular file"):
+        load_generation_config(tmp_path, {})
+    with pytest.raises(CheckpointError, match=r"index\.json: .*expected a regular file"):
+        SafetensorsWeights.open(tmp_path)

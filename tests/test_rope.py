@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcore.checkpoint.config import Config
 from kvcore.errors import InvalidArgument
 from kvcore.models.rope import KINDS, RopeSpec, RopeTable, inv_freq, rope_from_config
 
 
 def rope(head_dim: int = 32, max_positions: int = 128, theta: float = 10000.0, **parameters: Any) -> RopeSpec:
-    return rope_from_config({"rope_theta": theta, "rope_scaling": parameters or None}, head_dim, max_positions)
+    config = Config({"rope_theta": theta, "rope_scaling": parameters or None}, "model.gguf")
+    return rope_from_config(config, head_dim, max_positions)
 
 
 SPECS = {

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -439,3 +440,24 @@ def test_bad_arguments(make: Any) -> None:
     assert tokenizer.token_bytes(10**6) == b""
     assert tokenizer.id_to_token(2**40) is None
     assert tokenizer.token_to_id("no such token") is None
+
+
+@pytest.mark.parametrize("key", ["content", "-1", "1_0", "9" * 5000])
+def test_added_tokens_have_ids(tmp_path: Path, key: str) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {key: 1}}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: added_tokens_decoder: .*got '"):
+        Tokenizer.from_file(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_devices_and_pipes_are_refused(tmp_path: Path, name: str, kind: str) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "device":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: .*expected a regular file"):
+        Tokenizer.from_file(tmp_path)

@@ -8,6 +8,7 @@ expected and what came.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,15 +256,29 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable, larger than ``MAX_JSON_BYTES``, not JSON or not an object.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: expected a JSON file of at most {MAX_JSON_BYTES} bytes, got {size}")
-        text = path.read_bytes()
+        text = read_file(path, MAX_JSON_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: expected a JSON file, got no such file") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return parse_json(text, str(path))
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a whole regular file. Devices and pipes, which may have no end or never begin, are not even opened.
+
+    Raises:
+        CheckpointError: it is no regular file, or has more than ``limit`` bytes.
+        OSError: it is missing or cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: cannot be read: expected a regular file, got a folder, device or pipe")
+    with path.open("rb") as file:
+        data = file.read(limit + 1) if status.st_size <= limit else b""
+    if max(len(data), status.st_size) > limit:
+        raise CheckpointError(f"{path}: expected a JSON file of at most {limit} bytes, got {status.st_size}")
+    return data
 
 
 def parse_json(text: bytes, source: str, *, unique: bool = False) -> dict[str, Any]:

@@ -28,7 +28,8 @@ import numpy.typing as npt
 from kvcore.checkpoint.config import ConfigReader
 from kvcore.errors import InvalidArgument
 
-KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+_FACTORS: Final = "factors"  # no name of transformers: only the configuration made of a GGUF file has it
+KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 _Floats = npt.NDArray[np.float32]
 
@@ -104,7 +105,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position_embe
         read = ConfigReader({"rope_type": "default"}, top.source)
     type_key = "rope_type" if read.has("rope_type") or not read.has("type") else "type"
     kind = read.string(type_key)
-    if kind not in KINDS:
+    if kind not in KINDS and not (kind == _FACTORS and top.source.endswith(".gguf")):
         raise read.error(type_key, f"one of {', '.join(KINDS)}", kind)
     theta = (read if read.has("rope_theta") else top).number("rope_theta", 10000.0, minimum=1)
     partial = (read if read.has("partial_rotary_factor") else top).number("partial_rotary_factor", 1.0)

@@ -30,6 +30,9 @@ MAX_CHARS = 8 << 20
 MAX_ROUNDS = 200_000
 MAX_CPU_SECONDS = 5.0
 
+_MAX_DEPTH = 200
+_CONTAINERS: tuple[type, ...] = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
+
 _METER = "_kvcore_meter"
 _NO_TEMPLATE = (
     "the model has no chat template; pass one as chat_template=..., or give the whole prompt to generate() yourself"
@@ -63,6 +66,7 @@ class ChatTemplate:
         self._variables = dict(special_tokens or {})
         self._variables |= {k: v for k, v in (("bos_token", bos_token), ("eos_token", eos_token)) if v is not None}
         self._max_chars = max_chars
+        self._fault: str | None = None
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
         for name, text in _by_name(template).items():
@@ -77,10 +81,19 @@ class ChatTemplate:
     def from_tokenizer(cls, tokenizer: Any) -> ChatTemplate:
         """The template and special tokens of a `Tokenizer`.
 
+        A template that cannot be compiled is an error of `render` only: the model can do without.
+
         Raises:
             InvalidArgument: it has no template.
         """
-        return cls(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+        if tokenizer.chat_template is None:
+            raise InvalidArgument(_NO_TEMPLATE)
+        try:
+            return cls(tokenizer.chat_template, special_tokens=tokenizer.special_tokens)
+        except (InvalidArgument, TypeError) as error:
+            broken = cls("", special_tokens=tokenizer.special_tokens)
+            broken._fault = str(error)
+            return broken
 
     def render(
         self,
@@ -104,6 +117,8 @@ class ChatTemplate:
             InvalidArgument: a message is not as above, the template refuses the conversation or has a fault, or
                 it grows beyond the limits.
         """
+        if self._fault is not None:
+            raise InvalidArgument(f"the model's own template is broken: {self._fault}")
         plain = _checked_messages(messages)
         tool_list = None if tools is None else [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
         name = "tool_use" if tool_list and "tool_use" in self._templates else "default"
@@ -217,6 +232,45 @@ class _Meter:
         self.max_chars = max_chars
         self._rounds = MAX_ROUNDS
         self._end = time.thread_time() + MAX_CPU_SECONDS
+        self._written = 0
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._kept = 0
+
+    def wrote(self, size: int) -> str:
+        """Count what is written anywhere, be it into the prompt, a macro's result or a variable."""
+        self._written += size
+        if self._written > 8 * self.max_chars:
+            raise InvalidArgument(f"the chat template makes more than {8 * self.max_chars:,} characters in all")
+        return ""
+
+    def check_values(self, *values: Any) -> None:
+        """Refuse values that expand to too much: lists may hold a list many times, and that one another, and so on."""
+        self.check_time()
+        limit = 2 * self.max_chars + (1 << 20)
+        for value in values:
+            if isinstance(value, _CONTAINERS) and self._expanded(value, 0) > limit:
+                raise InvalidArgument(f"the chat template makes more than {limit:,} characters of one value")
+
+    def _expanded(self, value: Any, depth: int) -> int:
+        """Values and characters in a container, counted as often as they occur. It cannot change in the sandbox."""
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        if depth > _MAX_DEPTH:
+            raise InvalidArgument("the chat template makes more than 200 levels of nested values")
+        size = 1
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            if isinstance(item, _CONTAINERS):
+                size += self._expanded(item, depth + 1)
+            else:
+                size += 1 + _length(item)
+        if isinstance(value, (list, tuple, dict)):  # views are made anew each time
+            self._kept += 1 + len(value)
+            if self._kept > 1 << 20:
+                self._known.clear()
+                self._kept = 1 + len(value)
+            self._known[id(value)] = (value, size)  # keeps it, so that its id stays its own
+        return size
 
     def tick(self) -> str:
         self._rounds -= 1
@@ -258,6 +312,22 @@ class _Environment(ImmutableSandboxedEnvironment):
         for node in [*tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:
             tick = nodes.ExprStmt(_meter_call("tick"))
             node.body.insert(0, tick.set_lineno(node.lineno))  # type: ignore[attr-defined]
+        for output in [*tree.find_all(nodes.Output)]:
+            size = sum(len(part.data) for part in output.nodes if isinstance(part, nodes.TemplateData))
+            if size:
+                wrote = nodes.Filter(nodes.Const(size), "_wrote", [], [], None, None)
+                wrote.set_lineno(output.lineno)
+                output.nodes.insert(0, wrote)
+        for part in [*tree.find_all((nodes.Compare, nodes.Getitem, nodes.Pair))]:
+            # comparing and hashing walk through all of a value
+            if isinstance(part, nodes.Compare):
+                part.expr = _checked_expr(part.expr)
+                for operand in part.ops:
+                    operand.expr = _checked_expr(operand.expr)
+            elif isinstance(part, nodes.Pair):
+                part.key = _checked_expr(part.key)
+            elif isinstance(part, nodes.Getitem) and not isinstance(part.arg, nodes.Slice):
+                part.arg = _checked_expr(part.arg)
         for concat in [*tree.find_all(nodes.Concat)]:
             # a ~ b ~ c has no hook of its own: its parts go through the filter "join", which has.
             joined = nodes.Filter(nodes.List(concat.nodes), "_concat", [], [], None, None)
@@ -268,7 +338,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = _meter_of(context)
-        meter.check_time()
+        meter.check_values(left, right)
         meter.check_size(_size_of_binop(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
@@ -279,7 +349,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(owner, _Meter):
             return obj()
         meter = _meter_of(context)
-        meter.check_time()
+        meter.check_values(owner, *args, *kwargs.values())
         if isinstance(owner, (str, bytes)):
             meter.check_size(_size_of_method(owner, name, args, kwargs))
         result = super().call(context, obj, *args, **kwargs)
@@ -290,6 +360,53 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _meter_call(method: str) -> nodes.Call:
     return nodes.Call(nodes.Getattr(nodes.Name(_METER, "load"), method, "load"), [], [], None, None)
+
+
+def _checked_expr(node: Any) -> Any:
+    if isinstance(node, nodes.Const):
+        return node
+    checked = nodes.Filter(node, "_check", [], [], None, None)
+    checked.set_lineno(node.lineno)
+    return checked
+
+
+@jinja2.pass_context
+def _check(context: Context, value: Any) -> Any:
+    _meter_of(context).check_values(value)
+    return value
+
+
+@jinja2.pass_context
+def _wrote(context: Context, size: int) -> str:
+    return _meter_of(context).wrote(size)
+
+
+@jinja2.pass_context
+def _finalize(context: Context, value: Any) -> Any:
+    """What the template writes out passes through here, the text between its tags excepted."""
+    meter = _meter_of(context)
+    meter.check_values(value)
+    text = str(value)
+    meter.wrote(len(text))
+    return text
+
+
+def _checking(original: Any) -> Callable[..., Any]:
+    """A filter or test that is only called with values that do not expand to too much."""
+    kind = getattr(getattr(original, "jinja_pass_arg", None), "name", "")
+
+    @jinja2.pass_context
+    def checking(context: Context, *args: Any, **kwargs: Any) -> Any:
+        _meter_of(context).check_values(*args, *kwargs.values())
+        if kind == "context":
+            return original(context, *args, **kwargs)
+        if kind == "eval_context":
+            return original(context.eval_ctx, *args, **kwargs)
+        if kind == "environment":
+            return original(context.environment, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return checking
 
 
 def _meter_of(context: Context) -> _Meter:
@@ -369,13 +486,14 @@ def _metered(meter: _Meter, values: Any) -> Iterator[Any]:
 
 def _guarded(original: Callable[..., Any], size: Callable[..., float]) -> Callable[..., Any]:
     """A filter that is only called if the size it could reach is within the limit."""
+    checked = _checking(original)
 
     @jinja2.pass_context
     def guarded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         meter = _meter_of(context)
         meter.check_time()
         meter.check_size(size(value, *args, **kwargs))
-        return original(value, *args, **kwargs)
+        return checked(context, value, *args, **kwargs)
 
     return guarded
 
@@ -414,6 +532,9 @@ class _Namespace(Namespace):
             _check_attribute(name)
         Namespace.__init__(args[0], attributes)
 
+    def __repr__(self) -> str:  # without what it holds, which could hold more
+        return "<Namespace>"
+
     def __setitem__(self, name: str, value: Any) -> None:
         _check_attribute(name)
         super().__setitem__(name, value)
@@ -431,6 +552,7 @@ _GUARDED: Mapping[str, Callable[..., float]] = {
         len(str(value)) + (str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width))
     ),
     "format": lambda value, *args, **kwargs: _size_of_format(str(value), args or kwargs),
+    "urlize": lambda value, *args, **kwargs: 0 if len(str(value)) <= 10_000 else float("inf"),  # its time is quadratic
     "batch": lambda value, linecount, fill_with=None: int(linecount),
     "slice": lambda value, slices, fill_with=None: int(slices),
 }
@@ -457,7 +579,9 @@ def _sum(context: Context, value: Any, attribute: str | int | None = None, start
 
 
 def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_finalize
+    )
     filters = environment.filters
     for name, size in _GUARDED.items():
         filters[name] = _guarded(filters[name], size)
@@ -466,6 +590,10 @@ def _environment() -> _Environment:
     filters["join"] = _join
     filters["sum"] = _sum
     filters["_concat"] = _concat
+    for table in (filters, environment.tests):
+        table.update({name: _checking(original) for name, original in table.items()})
+    filters["_check"] = _check
+    filters["_wrote"] = _wrote
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace

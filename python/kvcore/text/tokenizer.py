@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import operator
 import re
+import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+MAX_TEXT_CHARS = 256 << 20
+"""No tokenizer comes near this size (the largest known have 40 MB); larger files are refused."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -397,6 +401,9 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     if not isinstance(listed, Mapping):
         return
     known = backend.get_added_tokens_decoder()
+    for key in listed:
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise CheckpointError(f"{path}: added_tokens_decoder: expected token ids as keys, got {key!r:.80}")
     for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
             raise CheckpointError(f"{path}: added_tokens_decoder[{key!r}] has no content")
@@ -436,18 +443,18 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, 
         found.update({str(name): str(template) for name, template in entry.items()})
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         found[file.stem] = _read_text(file)
-    if (file := folder / "chat_template.jinja").is_file():
+    if (file := folder / "chat_template.jinja").exists():
         found["default"] = _read_text(file)
     return found["default"] if [*found] == ["default"] else found or None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object, {} if there is no such file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         value = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -456,7 +463,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        # devices and pipes, which may have no end or never begin, are not even opened
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path}: cannot be read: expected a regular file, got a folder, device or pipe")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEXT_CHARS + 1)
+        if len(text) > MAX_TEXT_CHARS:
+            raise CheckpointError(f"{path}: expected a file of at most {MAX_TEXT_CHARS} characters, got more")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -16,6 +16,8 @@ from kvcore.models.rope import rope_from_config
 from kvcore.models.spec import DecoderSpec, TensorSpec
 
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu"}
+MAX_HEAD_DIM: Final = 256
+"""The widest head that the native cache holds."""
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
@@ -32,9 +34,11 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         raise read.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
     if not read.has("head_dim") and hidden % heads:
         raise read.error("hidden_size", f"a multiple of num_attention_heads ({heads}) as there is no head_dim", hidden)
-    head_dim = read.integer("head_dim", hidden // heads)
+    head_dim = read.integer("head_dim", hidden // heads, maximum=MAX_HEAD_DIM)
+    where = "head_dim" if read.has("head_dim") else "head_dim (hidden_size / num_attention_heads)"
+    if head_dim > MAX_HEAD_DIM:
+        raise read.error(where, f"an integer of at most {MAX_HEAD_DIM}", head_dim)
     if head_dim % 2:
-        where = "head_dim" if read.has("head_dim") else "head_dim (hidden_size / num_attention_heads)"
         raise read.error(where, "an even number", head_dim)
     act = read.string("hidden_act", "silu")
     if act not in ACTIVATIONS:
