@@ -84,7 +84,8 @@ class Decoder:
         left = unused_tensors(spec, weights)
         if left:
             names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            warnings.warn(f"{weights.source}: tensors that are not used ({len(left)}): {names}", stacklevel=2)
+            number = "1 tensor is" if len(left) == 1 else f"{len(left)} tensors are"
+            warnings.warn(f"{weights.source}: {number} not used: {names}", stacklevel=2)
 
     @property
     def nbytes(self) -> int:
