@@ -12,7 +12,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcore._kvcore import Batch, KVCache, Linear, Sequence, Threads, __version__, available_simd, simd
+from kvcore._kvcore import (
+    Batch,
+    KVCache,
+    KVGroup,
+    Linear,
+    Pin,
+    Sequence,
+    Threads,
+    __version__,
+    available_simd,
+    simd,
+)
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import (
     CheckpointError,
@@ -22,6 +33,7 @@ from kvcore.errors import (
     KvcoreError,
     OutOfBlocks,
     OutOfMemory,
+    PinLimitExceeded,
     StaleBatch,
     UnsupportedSimd,
 )
@@ -39,10 +51,13 @@ __all__ = [
     "InvalidHandle",
     "InvalidState",
     "KVCache",
+    "KVGroup",
     "KvcoreError",
     "Linear",
     "OutOfBlocks",
     "OutOfMemory",
+    "Pin",
+    "PinLimitExceeded",
     "RequestOutput",
     "SamplingParams",
     "Sequence",

@@ -32,6 +32,10 @@ class OutOfMemory(KvcoreError, MemoryError):  # noqa: N818 - a public name
     """The system did not give the memory that was asked for."""
 
 
+class PinLimitExceeded(KvcoreError):  # noqa: N818 - a public name
+    """A pin would take more than ``max_pinned_fraction`` of a pool; nothing was changed."""
+
+
 class UnsupportedSimd(KvcoreError, RuntimeError):  # noqa: N818 - a public name
     """An instruction set was forced that this processor lacks."""
 
@@ -48,6 +52,7 @@ __all__ = [
     "KvcoreError",
     "OutOfBlocks",
     "OutOfMemory",
+    "PinLimitExceeded",
     "StaleBatch",
     "UnsupportedSimd",
 ]
