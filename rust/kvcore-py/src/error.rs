@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 /// The classes of `kvcore.errors`, where they are defined: some are `ValueError` or `MemoryError` as well.
 mod classes {
     #![allow(missing_docs)]
+    pyo3::import_exception!(kvcore.errors, CheckpointError);
     pyo3::import_exception!(kvcore.errors, InvalidArgument);
     pyo3::import_exception!(kvcore.errors, InvalidHandle);
     pyo3::import_exception!(kvcore.errors, InvalidState);
@@ -31,6 +32,7 @@ pub fn to_python(error: Error) -> PyErr {
         Error::StaleBatch(_) => classes::StaleBatch::new_err(message),
         Error::InvalidState(_) => classes::InvalidState::new_err(message),
         Error::OutOfMemory { .. } => classes::OutOfMemory::new_err(message),
+        Error::Checkpoint(_) => classes::CheckpointError::new_err(message),
         Error::UnsupportedSimd(_) => classes::UnsupportedSimd::new_err(message),
         _ => classes::KvcoreError::new_err(message),
     }

@@ -40,6 +40,19 @@ pub enum Error {
     /// A SIMD level that this CPU or build does not have.
     #[error("{0}")]
     UnsupportedSimd(String),
+    /// A saved file that cannot be written, read or trusted: cut, altered, of another model or another version. Names
+    /// the file and the reason.
+    #[error("{0}")]
+    Checkpoint(String),
+    /// The spill file does not give or take a block; its slot holds nothing.
+    #[error("spill file: {message}")]
+    Spill {
+        /// The system's kind of error; `InvalidData` for bytes that are not what was written, `NotFound` for a slot that
+        /// holds nothing.
+        kind: std::io::ErrorKind,
+        /// What was tried, and the system's words.
+        message: String,
+    },
     /// The caller's interrupt check asked to stop; the call's output is incomplete.
     #[error("interrupted")]
     Interrupted,

@@ -4,6 +4,9 @@
 pub mod dtype;
 pub mod fp8;
 pub mod layout;
+pub mod persist;
+mod positioned;
+pub mod spill;
 pub mod store;
 
 pub use dtype::KvDtype;
