@@ -11,7 +11,9 @@
 use std::sync::Arc;
 
 use crate::attention::{self, Rows};
-use crate::paging::{self, BlockCopy, BlockId, BlockManager, HashFn, ManagerConfig, PagingStats, SeqId};
+use crate::paging::{
+    self, AddOptions, BlockCopy, BlockId, BlockManager, HashFn, ManagerConfig, Move, PagingStats, SeqId,
+};
 use crate::simd::Level;
 use crate::storage::{KvDtype, KvStore, Layout, Scales};
 use crate::threads::{ShouldStop, Threads};
@@ -56,7 +58,7 @@ pub struct KvCache {
     level: Level,
     threads: Arc<Threads>,
     /// Kept between plans, so that a decode step allocates nothing for it.
-    copies: Vec<BlockCopy>,
+    moves: Vec<Move>,
 }
 
 impl KvCache {
@@ -67,12 +69,11 @@ impl KvCache {
     pub fn new(config: CacheConfig, level: Level, threads: Arc<Threads>) -> Result<Self> {
         let store = KvStore::new(config.layout, config.scales)?;
         let manager = BlockManager::new(ManagerConfig {
-            num_blocks: config.layout.num_blocks,
-            block_size: config.layout.block_size,
             enable_prefix_caching: config.enable_prefix_caching,
             hash: config.hash,
+            ..ManagerConfig::new(config.layout.num_blocks, config.layout.block_size)
         })?;
-        Ok(Self { manager, store, level, threads, copies: Vec::new() })
+        Ok(Self { manager, store, level, threads, moves: Vec::new() })
     }
 
     /// Shape and format.
@@ -105,7 +106,8 @@ impl KvCache {
     /// # Errors
     /// As [`BlockManager::add`].
     pub fn add(&mut self, token_ids: &[u32], salt: Option<&[u8]>, use_prefix: bool) -> Result<SeqId> {
-        self.manager.add(token_ids, salt, use_prefix)
+        let options = AddOptions { use_prefix, ..AddOptions::salted(salt) };
+        self.manager.add(token_ids, &options, &mut self.moves)
     }
 
     /// Add token ids that have no K and V yet.
@@ -121,10 +123,13 @@ impl KvCache {
     /// # Errors
     /// As [`BlockManager::plan`]; nothing is changed then.
     pub fn plan(&mut self, items: &[(SeqId, usize)]) -> Result<Batch> {
-        self.copies.clear();
-        let plan = self.manager.plan(items, &mut self.copies)?;
-        for &copy in &self.copies {
-            self.store.copy_block(copy);
+        self.moves.clear();
+        let plan = self.manager.plan(items, &mut self.moves)?;
+        for step in &self.moves {
+            // Without a second tier there are only copies.
+            if let &Move::Copy { src, dst, .. } = step {
+                self.store.copy_block(BlockCopy { src, dst });
+            }
         }
         Ok(Batch { plan, written: vec![false; self.store.layout().num_layers] })
     }
@@ -153,10 +158,9 @@ impl KvCache {
                 )));
             }
         }
-        let slots =
-            batch.plan.rows.iter().flat_map(|row| {
-                (row.start..row.start + row.len).map(|p| (row.blocks[p / l.block_size], p % l.block_size))
-            });
+        let slots = batch.plan.rows.iter().flat_map(|row| {
+            (row.start..row.start + row.len).map(|p| (row.tables[0][p / l.block_size], p % l.block_size))
+        });
         self.store.write(layer, slots, k, v);
         batch.written[layer] = true;
         Ok(())
@@ -188,7 +192,7 @@ impl KvCache {
         }
         let scale = scale.unwrap_or_else(|| (self.store.layout().head_dim as f32).sqrt().recip());
         let rows: Vec<Rows<'_>> =
-            batch.plan.rows.iter().map(|r| Rows { blocks: &r.blocks, start: r.start, len: r.len }).collect();
+            batch.plan.rows.iter().map(|r| Rows { blocks: &r.tables[0], start: r.start, len: r.len }).collect();
         let view = self.store.layer(layer);
         attention::attend(self.level, &self.threads, view, &rows, num_q_heads, scale, q, out, should_stop)
     }
@@ -251,7 +255,7 @@ impl KvCache {
     pub fn read(&self, layer: usize, seq: SeqId) -> Result<(usize, Vec<f32>, Vec<f32>)> {
         self.check_layer(layer)?;
         let tokens = self.manager.num_computed_tokens(seq)?;
-        let (k, v) = self.store.read(layer, self.manager.block_table(seq)?, tokens);
+        let (k, v) = self.store.read(layer, self.manager.block_table(seq, 0)?, tokens);
         Ok((tokens, k, v))
     }
 
@@ -260,7 +264,7 @@ impl KvCache {
     /// # Errors
     /// [`Error::InvalidHandle`].
     pub fn block_table(&self, seq: SeqId) -> Result<&[BlockId]> {
-        self.manager.block_table(seq)
+        self.manager.block_table(seq, 0)
     }
 
     /// Counts.
