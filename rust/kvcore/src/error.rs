@@ -37,6 +37,21 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// More blocks would be pinned than the cache allows; nothing was changed.
+    #[error("too many pinned KV blocks: {needed} more to pin, {pinned} pinned, {limit} allowed (the pool has {total})")]
+    PinLimit {
+        /// Blocks that the pin would add.
+        needed: usize,
+        /// Blocks that are pinned.
+        pinned: usize,
+        /// Blocks that may be pinned.
+        limit: usize,
+        /// Blocks of the pool.
+        total: usize,
+    },
+    /// A file of saved blocks that is damaged, or belongs to another model, layout or version.
+    #[error("{0}")]
+    Checkpoint(String),
     /// A SIMD level that this CPU or build does not have.
     #[error("{0}")]
     UnsupportedSimd(String),

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use kvcore::cache::KvCache;
-use kvcore::paging::{BlockId, BlockInfo, BlockUse, Event, Events, PagingStats, SeqId};
+use kvcore::paging::{BlockId, BlockInfo, Occupancy, Event, Events, PagingStats, SeqId};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -154,10 +154,10 @@ impl Snapshot {
             group.set_item("refs", column(|block| block.refs as i32))?;
             group.set_item("filled", column(|block| block.filled as i32))?;
             let state = |block: &BlockInfo| match block.state {
-                BlockUse::Vacant => 0u8,
-                BlockUse::Used => 1,
-                BlockUse::Cached => 2,
-                BlockUse::Pinned => 3,
+                Occupancy::Vacant => 0u8,
+                Occupancy::Used => 1,
+                Occupancy::Cached => 2,
+                Occupancy::Pinned => 3,
             };
             group.set_item("state", PyArray1::from_iter(py, blocks.iter().map(state)))?;
             groups.append(group)?;

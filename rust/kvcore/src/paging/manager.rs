@@ -19,59 +19,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::batch::{Batch, BatchSeq};
 use super::block::{BlockCopy, BlockId};
+use super::config::{AddOptions, ManagerConfig};
+use super::key::{Key, OwnedKey as Domain};
+use super::moves::Move;
 use super::pool::BlockPool;
-use super::prefix::{Domain, HashFn, Link, PrefixIndex, hash_block};
+use super::prefix::{Link, PrefixIndex};
 use super::sequence::{SeqId, Sequence, SequenceTable};
+use super::stats::PagingStats;
 use crate::{Error, Result};
 
 /// Serial numbers of managers, so that a handle shows whose it is. Nothing else is shared between them.
 static NEXT_MANAGER: AtomicU64 = AtomicU64::new(1);
-
-/// How a manager is made.
-#[derive(Debug, Clone, Copy)]
-pub struct ManagerConfig {
-    /// Blocks of the pool, 1..2^32 - 1.
-    pub num_blocks: usize,
-    /// Tokens of a block, at least 1.
-    pub block_size: usize,
-    /// Whether prefixes are found and published at all.
-    pub enable_prefix_caching: bool,
-    /// Hash of a block.
-    pub hash: HashFn,
-}
-
-impl ManagerConfig {
-    /// With prefix caching and the usual hash.
-    pub fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self { num_blocks, block_size, enable_prefix_caching: true, hash: hash_block }
-    }
-}
-
-/// Counts of a manager.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct PagingStats {
-    /// Blocks of the pool.
-    pub total: usize,
-    /// Blocks that nobody holds and nobody can find: `free + cached + used = total`.
-    pub free: usize,
-    /// Blocks that nobody holds but that can still be found by their prefix.
-    pub cached: usize,
-    /// Blocks that sequences hold.
-    pub used: usize,
-    /// Sequences that were not freed.
-    pub num_sequences: usize,
-    /// Slots of used blocks that hold a committed token; a shared block counts once.
-    pub tokens: usize,
-    /// Tokens that `add` found in the cache, since the start.
-    pub hit_tokens: u64,
-    /// Tokens that `add` looked for, since the start.
-    pub query_tokens: u64,
-    /// Blocks that stopped being findable because their space, or that of a block before them, was needed.
-    pub evictions: u64,
-    /// Blocks copied before a write.
-    pub copies: u64,
-}
 
 /// Owner of all blocks and sequences of one cache. See the module's pseudocode.
 #[derive(Debug)]
@@ -104,12 +62,8 @@ impl BlockManager {
     /// An empty manager. O(num_blocks). Errors: `InvalidArgument` for sizes out of range, `OutOfMemory` when the tables
     /// (24 to 28 bytes a block) cannot be had.
     pub fn new(config: ManagerConfig) -> Result<Self> {
-        let ManagerConfig { num_blocks, block_size, hash, .. } = config;
-        if block_size == 0 || u32::try_from(block_size).is_err() || num_blocks.checked_mul(block_size).is_none() {
-            return Err(Error::InvalidArgument(format!(
-                "block_size must be 1 or more and addressable, got {block_size}"
-            )));
-        }
+        config.validate()?;
+        let (num_blocks, block_size, hash) = (config.groups[0].num_blocks, config.block_size, config.hash);
         let pool = BlockPool::new(num_blocks)?;
         let index = PrefixIndex::new(num_blocks, block_size, hash)?;
         let id = NEXT_MANAGER.fetch_add(1, Ordering::Relaxed);
@@ -118,7 +72,7 @@ impl BlockManager {
             config,
             blocks: Blocks { pool, index, evictions: 0 },
             sequences: SequenceTable::new(id),
-            no_salt: Arc::new(Domain::new(None)),
+            no_salt: Arc::new(Domain::default()),
             plans: 0,
             era: 0,
             hit_tokens: 0,
@@ -131,12 +85,12 @@ impl BlockManager {
     /// Registers a sequence and takes references to the blocks of its longest cached prefix: whole blocks, at most all
     /// but the last token, and only under the same salt (no salt differs from an empty one). With `use_prefix` false it
     /// neither reads nor publishes. Errors: `InvalidArgument` without tokens.
-    pub fn add(&mut self, token_ids: &[u32], salt: Option<&[u8]>, use_prefix: bool) -> Result<SeqId> {
+    pub fn add(&mut self, token_ids: &[u32], options: &AddOptions<'_>, _moves: &mut Vec<Move>) -> Result<SeqId> {
         if token_ids.is_empty() {
             return Err(Error::InvalidArgument("a sequence needs at least one token, got none".into()));
         }
-        let use_prefix = use_prefix && self.config.enable_prefix_caching;
-        let domain = self.domain(salt);
+        let use_prefix = options.use_prefix && self.config.enable_prefix_caching;
+        let domain = self.domain(options.key);
         let mut table = Vec::with_capacity(token_ids.len().div_ceil(self.config.block_size));
         let mut link = Link::NONE;
         if use_prefix {
@@ -155,13 +109,13 @@ impl BlockManager {
         Ok(self.sequences.insert(sequence))
     }
 
-    /// Blocks that `add` would find for this prompt now; nothing is taken or renewed.
-    pub fn find_prefix(&self, token_ids: &[u32], salt: Option<&[u8]>) -> Vec<BlockId> {
+    /// What `add` would find for this prompt now; nothing is taken or renewed.
+    pub fn find_prefix(&self, token_ids: &[u32], key: Key<'_>) -> Found {
         let mut found = Vec::new();
         if self.config.enable_prefix_caching {
-            self.blocks.index.longest_prefix(&self.domain(salt), token_ids, |block| found.push(block));
+            self.blocks.index.longest_prefix(&self.domain(key), token_ids, |block| found.push(block));
         }
-        found
+        Found { num_tokens: found.len() * self.config.block_size, tables: vec![found] }
     }
 
     /// Adds token ids that have no K and V yet. Batches stay valid. Errors: `InvalidHandle`.
@@ -170,13 +124,13 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Gets slots for the next `n` tokens of each sequence that have no K and V yet, all or nothing. Appends to `copies`
+    /// Gets slots for the next `n` tokens of each sequence that have no K and V yet, all or nothing. Appends to `moves`
     /// the block copies that sharing demands; the caller carries them out before it writes anything. Earlier batches of
     /// these sequences become stale, and what they planned but did not commit is forgotten.
     ///
     /// Errors, with nothing changed: `InvalidArgument` without items, for `n` of 0 or more than the tokens known, or a
     /// sequence named twice; `InvalidHandle`; `OutOfBlocks`.
-    pub fn plan(&mut self, items: &[(SeqId, usize)], copies: &mut Vec<BlockCopy>) -> Result<Batch> {
+    pub fn plan(&mut self, items: &[(SeqId, usize)], moves: &mut Vec<Move>) -> Result<Batch> {
         self.plans += 1;
         self.count(items)?;
         let Self { config, blocks, sequences, .. } = self;
@@ -194,7 +148,7 @@ impl BlockManager {
             if filled != 0 {
                 let last = &mut sequence.blocks[start / block_size];
                 if let Some(copy) = blocks.make_writable(last)? {
-                    copies.push(copy);
+                    moves.push(Move::Copy { group: 0, src: copy.src, dst: copy.dst });
                     self.copies += 1;
                 }
                 blocks.pool.set_filled(*last, filled);
@@ -208,7 +162,14 @@ impl BlockManager {
             sequence.planned = n;
             sequence.batch = self.plans;
             sequence.committed = false;
-            rows.push(BatchSeq { seq, start, len: n, blocks: sequence.blocks.clone() });
+            rows.push(BatchSeq {
+                seq,
+                start,
+                len: n,
+                tables: vec![sequence.blocks.clone()],
+                cross: Vec::new(),
+                cross_tokens: 0,
+            });
         }
         Ok(Batch { rows, manager: self.id, serial: self.plans })
     }
@@ -375,7 +336,10 @@ impl BlockManager {
     }
 
     /// The blocks of a sequence, those of an uncommitted plan included. Errors: `InvalidHandle`.
-    pub fn block_table(&self, seq: SeqId) -> Result<&[BlockId]> {
+    pub fn block_table(&self, seq: SeqId, group: usize) -> Result<&[BlockId]> {
+        if group > 0 {
+            return Err(Error::InvalidArgument(format!("group: expected 0, got {group}")));
+        }
         Ok(&self.sequences.get(seq)?.blocks)
     }
 
@@ -406,7 +370,7 @@ impl BlockManager {
 
     /// Blocks of the pool.
     pub fn num_blocks(&self) -> usize {
-        self.config.num_blocks
+        self.config.groups[0].num_blocks
     }
 
     /// Tokens of a block.
@@ -428,15 +392,24 @@ impl BlockManager {
             query_tokens: self.query_tokens,
             evictions: self.blocks.evictions,
             copies: self.copies,
+            slots: (pool.num_blocks() - pool.num_free()) * self.config.block_size,
+            ..PagingStats::default()
         }
     }
 
-    fn domain(&self, salt: Option<&[u8]>) -> Arc<Domain> {
-        match salt {
-            None => Arc::clone(&self.no_salt),
-            salt => Arc::new(Domain::new(salt)),
-        }
+    fn domain(&self, key: Key<'_>) -> Arc<Domain> {
+        if key.is_empty() { Arc::clone(&self.no_salt) } else { Arc::new(key.into()) }
     }
+}
+
+/// What a prompt would find.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// Tokens.
+    pub num_tokens: usize,
+    /// For each group the blocks that they are in, [`BlockId::NONE`] for those in the second tier and those before a
+    /// window.
+    pub tables: Vec<Vec<BlockId>>,
 }
 
 impl Blocks {

@@ -15,60 +15,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::xxh3_128;
-
 use super::block::{BlockId, NIL};
+use super::hash::HashFn;
+use super::key::OwnedKey as Domain;
 use super::pool::filled_vec;
 use crate::Result;
-
-/// Hash of a block: its parent's hash and its token ids. A parameter so that a test can make all of them equal.
-pub type HashFn = fn(parent: u128, tokens: &[u32]) -> u128;
-
-/// The hash that is used unless a test asks otherwise: XXH3-128 over the parent's 16 bytes and 4 bytes a token, all
-/// little-endian. Unambiguous, because all blocks of a cache have the same number of tokens.
-pub fn hash_block(parent: u128, tokens: &[u32]) -> u128 {
-    // The buffer is on the stack for the usual sizes; its length is a constant so that filling it is a few moves.
-    match tokens.len() {
-        0..=16 => hash_on_stack::<80>(parent, tokens),
-        17..=64 => hash_on_stack::<272>(parent, tokens),
-        _ => {
-            let mut bytes = vec![0; 16 + 4 * tokens.len()];
-            hash_in(&mut bytes, parent, tokens)
-        }
-    }
-}
-
-fn hash_on_stack<const N: usize>(parent: u128, tokens: &[u32]) -> u128 {
-    hash_in(&mut [0; N][..16 + 4 * tokens.len()], parent, tokens)
-}
-
-fn hash_in(bytes: &mut [u8], parent: u128, tokens: &[u32]) -> u128 {
-    let (head, tail) = bytes.split_at_mut(16);
-    head.copy_from_slice(&parent.to_le_bytes());
-    for (bytes, token) in tail.chunks_exact_mut(4).zip(tokens) {
-        bytes.copy_from_slice(&token.to_le_bytes());
-    }
-    xxh3_128(bytes)
-}
-
-/// What must be equal besides the tokens before anything is shared.
-#[derive(Debug, PartialEq, Eq, Hash)]
-pub(super) struct Domain {
-    salt: Option<Box<[u8]>>,
-}
-
-impl Domain {
-    pub fn new(salt: Option<&[u8]>) -> Self {
-        Self { salt: salt.map(Into::into) }
-    }
-
-    /// Start of the hash chain. The first byte tells no salt from an empty one.
-    fn hash(&self) -> u128 {
-        let mut bytes = vec![u8::from(self.salt.is_some())];
-        bytes.extend_from_slice(self.salt.as_deref().unwrap_or_default());
-        xxh3_128(&bytes)
-    }
-}
 
 /// A node as others remember it: the slot may be reused, the id never is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,7 +89,7 @@ impl PrefixIndex {
         if let Some(root) = self.root(domain) {
             return root;
         }
-        let root = self.new_node(domain.hash(), Link::NONE, NIL);
+        let root = self.new_node(domain.hash(&[]), Link::NONE, NIL);
         self.roots.insert(Arc::clone(domain), root.slot);
         self.domains.insert(root.slot, Arc::clone(domain));
         root
@@ -401,26 +352,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_salt_and_empty_salt_start_different_chains() {
-        let salts: [Option<&[u8]>; 4] = [None, Some(b""), Some(b"\0"), Some(b"\x01")];
-        let hashes: std::collections::HashSet<u128> = salts.iter().map(|&salt| Domain::new(salt).hash()).collect();
-        assert_eq!(hashes.len(), 4);
-    }
-
-    #[test]
-    fn the_buffer_size_does_not_change_the_hash() {
-        for len in [0, 1, 16, 17, 64, 65, 300] {
-            let tokens: Vec<u32> = (0..len).map(|i: u32| i.wrapping_mul(0x0102_0304)).collect();
-            let mut bytes = 7u128.to_le_bytes().to_vec();
-            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-            assert_eq!(hash_block(7, &tokens), xxh3_128(&bytes));
-        }
-    }
-
-    #[test]
     fn a_node_is_found_only_below_its_own_parent_and_ids_do_not_come_back() {
         let mut index = PrefixIndex::new(8, 2, |_, _| 5).unwrap();
-        let domain = Arc::new(Domain::new(None));
+        let domain = Arc::new(Domain::default());
         let root = index.root_or_insert(&domain);
         let a = index.insert(root, &[1, 2], BlockId::new(0));
         let b = index.insert(a, &[1, 2], BlockId::new(1));

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use super::block::BlockId;
-use super::prefix::{Domain, Link};
+use super::key::OwnedKey as Domain;
+use super::prefix::Link;
 use crate::{Error, Result};
 
 /// Handle of a sequence. Never given twice, so one that was freed or belongs to another cache is an error everywhere.
@@ -112,6 +113,14 @@ impl SequenceTable {
 
     pub fn iter(&self) -> impl Iterator<Item = &Sequence> {
         self.entries.iter().flatten()
+    }
+
+    pub fn ids(&self) -> impl Iterator<Item = SeqId> {
+        let id = |(index, entry): (usize, &Option<Sequence>)| {
+            let serial = entry.as_ref()?.serial;
+            Some(SeqId { manager: self.manager, serial, index: index as u32 })
+        };
+        self.entries.iter().enumerate().filter_map(id)
     }
 
     fn own(&self, id: SeqId) -> Result<()> {

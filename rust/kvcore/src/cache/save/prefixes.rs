@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::{clean, keys};
 use crate::cache::KvCache;
-use crate::paging::{BlockPlace, ImportEntry, OwnedKey, PrefixEntry, Retention};
+use crate::paging::{Place, ImportEntry, OwnedKey, PrefixEntry, Retention};
 use crate::storage::persist::{self, Dtype, Reader, TensorSpec};
 use crate::threads::ShouldStop;
 use crate::{Error, Result};
@@ -56,7 +56,7 @@ impl KvCache {
         ];
         for (group, store) in self.stores.iter().enumerate() {
             specs.push(TensorSpec::new(format!("group.{group}.present"), Dtype::U8, [n]));
-            let present = entries.iter().filter(|entry| entry.blocks[group] != BlockPlace::Nowhere).count();
+            let present = entries.iter().filter(|entry| entry.places[group] != Place::Nowhere).count();
             let shape = [present, store.layout().block_bytes()];
             specs.push(TensorSpec::new(format!("group.{group}.blocks"), Dtype::U8, shape));
         }
@@ -76,13 +76,13 @@ impl KvCache {
             writer.values("priority", &entries.iter().map(|entry| entry.retention.priority).collect::<Vec<_>>())?;
             let (mut buffer, mut fetched) = (Vec::new(), Vec::new());
             for (group, store) in stores.iter().enumerate() {
-                let present = |entry: &PrefixEntry| u8::from(entry.blocks[group] != BlockPlace::Nowhere);
+                let present = |entry: &PrefixEntry| u8::from(entry.places[group] != Place::Nowhere);
                 writer.values(&format!("group.{group}.present"), &entries.iter().map(present).collect::<Vec<_>>())?;
                 let name = format!("group.{group}.blocks");
                 for entry in &entries {
-                    let bytes = match (entry.blocks[group], spill.as_mut()) {
-                        (BlockPlace::Block(block), _) => store.block_bytes(block),
-                        (BlockPlace::Slot(slot), Some(spill)) => {
+                    let bytes = match (entry.places[group], spill.as_mut()) {
+                        (Place::Block(block), _) => store.block_bytes(block),
+                        (Place::Slot(slot), Some(spill)) => {
                             fetched.resize(store.layout().block_bytes(), 0);
                             spill.read(group, slot.index(), &mut fetched)?;
                             &fetched
