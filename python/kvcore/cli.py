@@ -1,8 +1,8 @@
 """The command line: ``kvcore generate``, ``kvcore chat``, ``kvcore pull``, ``kvcore plan``.
 
 The answer goes to stdout, everything else to stderr. Exit codes: 0, 1 for an error of kvcore's (one line says which),
-2 for wrong usage (``plan``: also for a value that it does not take), 130 after Ctrl-C. Heavy modules are imported by the
-commands that need them, so that ``--help`` is quick.
+2 for wrong usage (``plan``: also for a value that it does not take), 130 after Ctrl-C. Heavy modules are imported by
+the commands that need them, so that ``--help`` is quick.
 """
 
 from __future__ import annotations

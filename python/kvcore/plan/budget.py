@@ -334,9 +334,10 @@ def _notes(
         notes.append(f"the model was made for {limit:,} tokens; a context of {context:,} is more")
     quantised = read.child("quantization_config") or ConfigReader(model.config).child("quantization_config")
     if quantised is not None:
-        method = quantised.string("quant_method", "an unnamed method")
+        method = quantised.string("quant_method", "")
+        method = method if method.isascii() and method.isprintable() and 0 < len(method) <= 40 else "an unnamed method"
         notes.append(f"the published weights are quantised ({method}); the bytes here are for {dtype}")
-    if "text_config" in model.config:
+    if ConfigReader(model.config).has("text_config"):
         notes.append("the parts that read pictures or sound are not counted")
     if extra := read.integer("num_nextn_predict_layers", 0, minimum=0):
         layers = "layer that predicts" if extra == 1 else "layers that predict"

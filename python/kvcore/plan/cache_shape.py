@@ -140,11 +140,10 @@ def text_config(config: Mapping[str, Any]) -> Config:
     inner = read.child("text_config")
     source = read.source
     if inner is not None:
-        outer = config
-        config, source = config["text_config"], inner.source
-        shared = {key: outer[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in outer}
-        config = {**shared, **config}
+        shared = {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
+        config, source = {**shared, **config["text_config"]}, inner.source
     result = Config(config, source)
+    result.pop("text_config", None)  # what comes out goes in again unchanged
     known = f"a model type that is known ({', '.join(sorted(FAMILIES))})"
     read = ConfigReader(result)
     if not read.has("model_type"):

@@ -64,7 +64,7 @@ def parse_tokens(text: str | int, field: str) -> int:
 
 
 def format_size(count: int) -> str:
-    """Bytes in the largest fitting unit of 1024: ``"128 KiB"``, ``"68.6 KiB"``, ``"14.96 GiB"``.
+    """Bytes in the largest fitting unit of 1024: ``"128 KiB"``, ``"68.6 KiB"``, ``"1.13 KiB"``, ``"14.96 GiB"``.
 
     Without a point the number is exact, else it is rounded; no size is too large.
     """
@@ -74,7 +74,7 @@ def format_size(count: int) -> str:
             unit, divisor = name, divisor << 10
     if count % divisor == 0:
         return f"{count // divisor:,} {unit if count != 1 else 'byte'}"
-    digits = 1 if divisor <= 1 << 20 else 2
+    digits = 2 if divisor >= 1 << 30 or count < 10 * divisor else 1
     scaled = (count * 10**digits * 2 + divisor) // (2 * divisor)
     whole, rest = divmod(scaled, 10**digits)
     return f"{whole:,}.{rest:0{digits}} {unit}"
