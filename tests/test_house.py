@@ -43,7 +43,8 @@ PYTHON = {
     "reply": {"errors", "engine", "outputs", "text"},
     "loading": {"errors", "memory", "_kvcore", "engine", "models", "checkpoint", "text"},
     "llm": {"errors", "engine", "checkpoint", "text", "outputs", "reply", "loading"},
-    "cli": {"errors", "engine", "outputs", "checkpoint", "llm"},
+    "plan": {"errors", "checkpoint"},
+    "cli": {"errors", "engine", "outputs", "checkpoint", "llm", "plan"},
     "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm"},
     "__main__": {"cli"},
 }
