@@ -27,6 +27,7 @@ from kvcore.errors import (
 )
 
 if TYPE_CHECKING:
+    from kvcore import viz
     from kvcore.llm import LLM
     from kvcore.outputs import CompletionOutput, RequestOutput
 
@@ -52,16 +53,19 @@ __all__ = [
     "__version__",
     "available_simd",
     "simd",
+    "viz",
 ]
 
 _LAZY = {"LLM": "kvcore.llm", "RequestOutput": "kvcore.outputs", "CompletionOutput": "kvcore.outputs"}
 
 
 def __getattr__(name: str) -> Any:
-    # The cache alone needs numpy and nothing else; the model side is imported when it is first asked for.
-    if name in _LAZY:
-        from importlib import import_module
+    # The cache alone needs numpy and nothing else; the rest is imported when it is first asked for.
+    from importlib import import_module
 
+    if name == "viz":
+        return import_module("kvcore.viz")
+    if name in _LAZY:
         value = getattr(import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
