@@ -75,12 +75,12 @@ def test_every_block_sequence_and_state_is_there() -> None:
     full, window, cross = by_group
     assert full == [
         "Block 0: used; 16 of 16 slots filled; shared by 3; s1: tokens 0 to 15; s2: tokens 0 to 15; s3: tokens 0 to 15",
-        "Block 1: pinned; 16 of 16 slots filled; s1: tokens 16 to 31",
+        "Block 1: used, pinned; 16 of 16 slots filled; s1: tokens 16 to 31",
         "Block 2: used; 8 of 16 slots filled; s1: tokens 32 to 39",
         "Block 3: used; 5 of 16 slots filled; shared by 2; s2: tokens 16 to 20; s3: tokens 16 to 18; "
         "copied from block 1",
         "Block 4: cached; 16 of 16 slots filled",
-        "Block 5: pinned; 12 of 16 slots filled",
+        "Block 5: cached, pinned; 12 of 16 slots filled",
         "Block 6: used; 0 of 16 slots filled; s9: no token yet",
         "Blocks 7 to 47: 41 vacant",
     ]
@@ -105,7 +105,7 @@ def test_every_block_sequence_and_state_is_there() -> None:
         assert shown in texts, shown
     description = parse(block_map(SMALL)).find(SVG + "desc")
     assert description is not None
-    assert "Group 0: full, layers 0, 2: 48 blocks: 4 used, 1 cached, 2 pinned, 41 vacant; 2 shared" in (
+    assert "Group 0: full, layers 0, 2: 48 blocks: 5 used, 2 cached, 41 vacant; 2 shared, 2 pinned" in (
         description.text or ""
     )
 
@@ -320,6 +320,8 @@ def test_what_is_no_cache(other: Any) -> None:
         (["groups", 0, "state"], [9] * 48, r"state.*got 9"),
         (["groups", 0, "state"], "x" * 48, "state.*a list, got str"),
         (["groups", 0, "filled"], [None] * 48, "filled.*an integer, got NoneType"),
+        (["groups", 0, "pins"], 1, "pins.*a list, got int"),
+        (["groups", 0, "pins"], [1], "pins.*48 values.*got 1"),
         (["groups", 0, "window"], 0, "window.*at least 1, got 0"),
         (["sequences", 0], [], "sequences.0.*a dict, got list"),
         (["sequences", 0, "num_tokens"], -1, "num_tokens.*at least 0, got -1"),

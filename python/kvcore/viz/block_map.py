@@ -181,9 +181,11 @@ class _Drawing:
         if group.kind == "none":
             return "no storage"
         counts = Counter(group.state)
-        parts = ", ".join(f"{counts[state]:,} {STATES[state]}" for state in (USED, CACHED, PINNED, VACANT))
+        counts[CACHED] += counts.pop(PINNED, 0)
+        parts = ", ".join(f"{counts[state]:,} {STATES[state]}" for state in (USED, CACHED, VACANT))
         shared = sum(len(holders) > 1 for holders in group.holders.values())
-        return f"{_count(group.num_blocks, 'block')}: {parts}" + (f"; {shared:,} shared" if shared else "")
+        more = [f"{n:,} {what}" for n, what in ((shared, "shared"), (len(group.pinned), "pinned")) if n]
+        return f"{_count(group.num_blocks, 'block')}: {parts}" + (f"; {', '.join(more)}" if more else "")
 
     def _panel(self, group: Group, top: float) -> float:
         """Draw a group below ``top``; where it ends."""
@@ -281,7 +283,7 @@ class _Drawing:
                 svg.rect(x, y, CELL_W, CELL_H, PAPER, stroke, width=2.5 if len(holders) > 1 else 1, radius=3)
             svg.text(x + 5, y + 13, str(block), 11, SOFT if is_vacant else INK, bold=True)
             right = x + CELL_W - 5
-            if state == PINNED:
+            if block in group.pinned:
                 self._pin(right - 4, y + 4)
                 right -= 14
             if len(holders) > 1:
@@ -303,7 +305,8 @@ class _Drawing:
         size, state = self.snapshot.block_size, group.state[block]
         if state == VACANT and not holders:
             return f"Block {block}: vacant"
-        parts = [STATES[state], f"{filled} of {_count(size, 'slot')} filled"]
+        known = "cached" if state == PINNED else STATES[state]
+        parts = [known + (", pinned" if block in group.pinned else ""), f"{filled} of {_count(size, 'slot')} filled"]
         if len(holders) > 1:
             parts.append(f"shared by {len(holders)}")
         for holder in holders[:MOST_STRIPES]:

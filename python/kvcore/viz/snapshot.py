@@ -3,7 +3,7 @@
     vacant   nobody holds it, nothing is in it
     used     in the table of one sequence or more
     cached   held by none, but a prompt may find it
-    pinned   kept until it is unpinned, held or not
+    pinned   held by none, and kept until it is unpinned (one that is held, too, is used, and has pins)
 
 The pool tells the state of a block; who holds it, and which of its tokens are whose, follows from the tables.
 """
@@ -61,6 +61,8 @@ class Group:
     refs: list[int]
     filled: list[int]
     state: list[int]
+    pinned: set[int]
+    """Blocks with a pin on them, held or not."""
     tables: list[list[int]]
     """Of each sequence; ``GONE`` where a block was returned."""
     copies: list[tuple[int, int]]
@@ -115,16 +117,18 @@ def _read_group(
     if window is not None:
         window = _integer(entry, "window", where, least=1)
     if kind == "none":  # layers without a cache: no pool
-        return Group(index, kind, layers, window, [], [], [], [], [])
+        return Group(index, kind, layers, window, [], [], [], set(), [], [])
     refs, filled, state = (
         _integers(_get(entry, key, where), f"{where}[{key!r}]") for key in ("refs", "filled", "state")
     )
     num_blocks = _integer(entry, "num_blocks", where, least=0)
-    for key, values in (("refs", refs), ("filled", filled), ("state", state)):
+    pins = [0] * num_blocks if entry.get("pins") is None else _integers(entry["pins"], f"{where}['pins']")
+    for key, values in (("refs", refs), ("filled", filled), ("state", state), ("pins", pins)):
         if len(values) != num_blocks:
             raise InvalidArgument(
                 f"{where}[{key!r}]: expected {num_blocks} values, one for each block, got {len(values)}"
             )
+    pinned = {block for block, value in enumerate(state) if value == PINNED or pins[block]}
     for odd in sorted(set(state) - {VACANT, USED, CACHED, PINNED})[:1]:
         raise InvalidArgument(f"{where}['state']: expected 0 (vacant), 1 (used), 2 (cached) or 3 (pinned), got {odd}")
     for i, table in enumerate(tables):
@@ -133,7 +137,7 @@ def _read_group(
     for pair in copies:
         for block in pair:
             _check_block(block, num_blocks, f"copies: a block of group {index}", least=0)
-    return Group(index, kind, layers, window, refs, filled, state, tables, copies)
+    return Group(index, kind, layers, window, refs, filled, state, pinned, tables, copies)
 
 
 def _find_holders(group: Group, block_size: int, sequences: list[Sequence], entries: list[Mapping[str, Any]]) -> None:
