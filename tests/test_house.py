@@ -39,13 +39,14 @@ PYTHON = {
     "engine": {"errors"},
     "models": {"errors", "_kvcore", "checkpoint"},
     "memory": set(),
+    "viz": {"errors"},  # it draws snapshots: dicts, whoever took them
     "outputs": {"engine"},
     "reply": {"errors", "engine", "outputs", "text"},
     "loading": {"errors", "memory", "_kvcore", "engine", "models", "checkpoint", "text"},
     "llm": {"errors", "engine", "checkpoint", "text", "outputs", "reply", "loading"},
     "plan": {"errors", "checkpoint"},
     "cli": {"errors", "engine", "outputs", "checkpoint", "llm", "plan"},
-    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm"},
+    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "viz"},
     "__main__": {"cli"},
 }
 """Whom each module of the Python package may import, also inside of functions."""

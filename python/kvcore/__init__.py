@@ -33,12 +33,13 @@ from kvcore.errors import (
     KvcoreError,
     OutOfBlocks,
     OutOfMemory,
-    PinLimitExceeded,
+    PinLimit,
     StaleBatch,
     UnsupportedSimd,
 )
 
 if TYPE_CHECKING:
+    from kvcore import viz
     from kvcore.llm import LLM
     from kvcore.outputs import CompletionOutput, RequestOutput
 
@@ -57,7 +58,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfMemory",
     "Pin",
-    "PinLimitExceeded",
+    "PinLimit",
     "RequestOutput",
     "SamplingParams",
     "Sequence",
@@ -67,16 +68,19 @@ __all__ = [
     "__version__",
     "available_simd",
     "simd",
+    "viz",
 ]
 
 _LAZY = {"LLM": "kvcore.llm", "RequestOutput": "kvcore.outputs", "CompletionOutput": "kvcore.outputs"}
 
 
 def __getattr__(name: str) -> Any:
-    # The cache alone needs numpy and nothing else; the model side is imported when it is first asked for.
-    if name in _LAZY:
-        from importlib import import_module
+    # The cache alone needs numpy and nothing else; the rest is imported when it is first asked for.
+    from importlib import import_module
 
+    if name == "viz":
+        return import_module("kvcore.viz")
+    if name in _LAZY:
         value = getattr(import_module(_LAZY[name]), name)
         globals()[name] = value
         return value

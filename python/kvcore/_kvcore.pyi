@@ -392,7 +392,7 @@ class KVCache:
             num_tokens: computed tokens of the sequence; None: all of them.
 
         Raises:
-            PinLimitExceeded: more than ``max_pinned_fraction`` of a pool would be pinned. InvalidArgument: not computed.
+            PinLimit: more than ``max_pinned_fraction`` of a pool would be pinned. InvalidArgument: not computed.
         """
 
     def unpin(self, pin: Pin) -> None:

@@ -32,7 +32,7 @@ class OutOfMemory(KvcoreError, MemoryError):  # noqa: N818 - a public name
     """The system did not give the memory that was asked for."""
 
 
-class PinLimitExceeded(KvcoreError):  # noqa: N818 - a public name
+class PinLimit(KvcoreError):  # noqa: N818 - a public name
     """A pin would take more than ``max_pinned_fraction`` of a pool; nothing was changed."""
 
 
@@ -52,7 +52,7 @@ __all__ = [
     "KvcoreError",
     "OutOfBlocks",
     "OutOfMemory",
-    "PinLimitExceeded",
+    "PinLimit",
     "StaleBatch",
     "UnsupportedSimd",
 ]
