@@ -473,12 +473,12 @@ class KVCache:
         ``spills`` to the second tier and ``fetches`` from there.
         """
 
-    def events(self) -> list[dict[str, Any]]:
-        """What happened to blocks since the last call, oldest first, for a router or a monitor.
+    def events(self) -> dict[str, Any]:
+        """What happened to blocks since the last call, for a router or a monitor.
 
-        Each is a dict with ``type``: ``"stored"`` (block, group, hash, parent_hash, num_tokens), ``"removed"`` (block,
-        group, hash, cause), ``"copied"`` (group, src, dst). If more than ``max_events`` happened, the first item is
-        ``{"type": "dropped", "count": n}``.
+        ``events``: a list, oldest first, of dicts with ``type``: ``"stored"`` (block, group, hash, parent_hash,
+        num_tokens), ``"removed"`` (block, group, hash, cause), ``"copied"`` (group, src, dst). ``dropped``: how many older
+        ones there was no room for.
         """
 
     def snapshot(self) -> dict[str, Any]:
@@ -486,7 +486,8 @@ class KVCache:
 
         ``block_size``; ``groups``: dicts with kind, layers, window, num_blocks and for each block ``refs``, ``filled``
         (tokens) and ``state`` (0 vacant, 1 used, 2 cached, 3 pinned); ``sequences``: dicts with id, num_tokens,
-        num_computed, num_cached, ``tables`` (block ids for each group, -1 for returned ones) and ``cross``.
+        num_computed, num_cached, token_ids, ``tables`` (block ids for each group, -1 for returned ones), ``cross`` (blocks of
+        the encoder's memory) and cross_tokens; ``copies``: the last block copies, [group, source, destination].
         """
 
     def check(self) -> None:

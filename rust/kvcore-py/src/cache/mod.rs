@@ -556,14 +556,14 @@ impl PyKvCache {
                 && let Some(cache) = cache.as_mut()
             {
                 tell(cache, now);
-                return Ok(Counts::of(cache));
+                return Counts::of(cache);
             }
-            self.with(|cache| Ok(Counts::of(cache)))
+            self.with(Counts::of)
         })?;
         counts.dict(py, &self.kinds)
     }
 
-    fn events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+    fn events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let taken = self.change_now(py, |cache, _| Ok(cache.take_events()))?;
         events(py, &taken)
     }

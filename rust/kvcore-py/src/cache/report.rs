@@ -16,14 +16,14 @@ pub struct Counts {
 }
 
 impl Counts {
-    pub fn of(cache: &KvCache) -> Self {
+    pub fn of(cache: &KvCache) -> kvcore::Result<Self> {
         let stores = cache.stores();
-        Self {
+        Ok(Self {
             all: cache.stats(),
-            groups: (0..stores.len()).map(|group| cache.manager().group_stats(group)).collect(),
+            groups: (0..stores.len()).map(|group| cache.manager().group_stats(group)).collect::<kvcore::Result<_>>()?,
             block_bytes: stores.iter().map(|store| store.layout().block_bytes()).collect(),
             nbytes: nbytes(cache),
-        }
+        })
     }
 
     pub fn dict<'py>(&self, py: Python<'py>, kinds: &[&'static str]) -> PyResult<Bound<'py, PyDict>> {
@@ -74,8 +74,8 @@ pub fn nbytes(cache: &KvCache) -> usize {
     cache.stores().iter().chain(cache.cross_store()).map(|store| store.layout().total_bytes()).sum()
 }
 
-/// One dict for each event, and a last one if some were lost.
-pub fn events<'py>(py: Python<'py>, events: &Events) -> PyResult<Bound<'py, PyList>> {
+/// The events, and how many older ones were lost.
+pub fn events<'py>(py: Python<'py>, events: &Events) -> PyResult<Bound<'py, PyDict>> {
     let list = PyList::empty(py);
     for event in &events.list {
         let dict = PyDict::new(py);
@@ -104,13 +104,10 @@ pub fn events<'py>(py: Python<'py>, events: &Events) -> PyResult<Bound<'py, PyLi
         }
         list.append(dict)?;
     }
-    if events.dropped > 0 {
-        let dict = PyDict::new(py);
-        dict.set_item("type", "dropped")?;
-        dict.set_item("count", events.dropped)?;
-        list.insert(0, dict)?;
-    }
-    Ok(list)
+    let all = PyDict::new(py);
+    all.set_item("events", list)?;
+    all.set_item("dropped", events.dropped)?;
+    Ok(all)
 }
 
 /// Which block holds what, at one moment.
@@ -118,6 +115,7 @@ pub struct Snapshot {
     block_size: usize,
     groups: Vec<(Vec<usize>, Option<usize>, Vec<BlockInfo>)>,
     sequences: Vec<SequenceInfo>,
+    copies: Vec<(usize, usize, usize)>,
 }
 
 struct SequenceInfo {
@@ -125,8 +123,10 @@ struct SequenceInfo {
     num_tokens: usize,
     num_computed: usize,
     num_cached: usize,
+    token_ids: Vec<u32>,
     tables: Vec<Vec<i64>>,
     cross: Vec<i64>,
+    cross_tokens: usize,
 }
 
 impl Snapshot {
@@ -139,6 +139,7 @@ impl Snapshot {
                 .map(|(group, spec)| (spec.layers.clone(), spec.kind.window(), manager.group_snapshot(group)))
                 .collect(),
             sequences: manager.seq_ids().into_iter().map(|seq| SequenceInfo::of(cache, seq)).collect::<Result<_, _>>()?,
+            copies: cache.recent_copies().map(|(group, src, dst)| (group, src.index(), dst.index())).collect(),
         })
     }
 
@@ -169,14 +170,17 @@ impl Snapshot {
             sequence.set_item("num_tokens", info.num_tokens)?;
             sequence.set_item("num_computed", info.num_computed)?;
             sequence.set_item("num_cached", info.num_cached)?;
+            sequence.set_item("token_ids", &info.token_ids)?;
             sequence.set_item("tables", &info.tables)?;
             sequence.set_item("cross", &info.cross)?;
+            sequence.set_item("cross_tokens", info.cross_tokens)?;
             sequences.append(sequence)?;
         }
         let dict = PyDict::new(py);
         dict.set_item("block_size", self.block_size)?;
         dict.set_item("groups", groups)?;
         dict.set_item("sequences", sequences)?;
+        dict.set_item("copies", PyList::new(py, self.copies.iter().map(|&(group, src, dst)| [group, src, dst]))?)?;
         Ok(dict)
     }
 }
@@ -184,6 +188,7 @@ impl Snapshot {
 impl SequenceInfo {
     fn of(cache: &KvCache, seq: SeqId) -> kvcore::Result<Self> {
         let manager = cache.manager();
+        let (cross, cross_tokens) = manager.cross(seq)?;
         let tables = (0..cache.stores().len()).map(|group| Ok(table(manager.block_table(seq, group)?)));
         Ok(Self {
             id: seq.serial(),
@@ -191,7 +196,9 @@ impl SequenceInfo {
             num_computed: manager.num_computed_tokens(seq)?,
             num_cached: manager.num_cached_tokens(seq)?,
             tables: tables.collect::<kvcore::Result<_>>()?,
-            cross: table(manager.cross(seq)?.0),
+            token_ids: manager.token_ids(seq)?.to_vec(),
+            cross: table(cross),
+            cross_tokens,
         })
     }
 }

@@ -86,9 +86,9 @@ impl KvCache {
 
     /// A manager without memory of what was: its keys carry the new scales.
     fn forget_everything(&mut self) -> Result<()> {
-        let groups = self.stores.iter().zip(self.paged_specs()).map(|(store, kind)| GroupConfig {
+        let groups = self.stores.iter().zip(self.paged_groups()).map(|(store, spec)| GroupConfig {
             num_blocks: store.layout().num_blocks,
-            window: kind.window(),
+            window: spec.kind.window(),
         });
         let config = manager_config(
             &self.config,
@@ -100,11 +100,5 @@ impl KvCache {
         self.manager = BlockManager::new(config)?;
         self.tick();
         Ok(())
-    }
-
-    /// Kinds of the paged groups.
-    pub(super) fn paged_specs(&self) -> impl Iterator<Item = GroupKind> + '_ {
-        let paged = |kind: &GroupKind| !matches!(kind, GroupKind::None | GroupKind::Cross);
-        self.config.groups.iter().map(|spec| spec.kind).filter(paged)
     }
 }

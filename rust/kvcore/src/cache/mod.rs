@@ -20,6 +20,7 @@ mod moves;
 mod rows;
 mod save;
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -69,7 +70,12 @@ pub struct KvCache {
     threads: Arc<Threads>,
     /// Kept between calls, so that a decode step allocates nothing for it.
     moves: Vec<Move>,
+    /// The last copies, for those who look on.
+    copies: VecDeque<(usize, BlockId, BlockId)>,
 }
+
+/// Copies that are remembered.
+const MAX_COPIES: usize = 64;
 
 impl KvCache {
     /// Reserve the pools. `spill_dir` is where the second tier's file lies, if `config.spill_bytes` asks for one.
@@ -125,6 +131,7 @@ impl KvCache {
             level,
             threads,
             moves: Vec::new(),
+            copies: VecDeque::with_capacity(MAX_COPIES),
         })
     }
 
@@ -320,6 +327,16 @@ impl KvCache {
     /// Counts.
     pub fn stats(&self) -> PagingStats {
         self.manager.stats()
+    }
+
+    /// The last block copies, oldest first: group, source, destination.
+    pub fn recent_copies(&self) -> impl Iterator<Item = (usize, BlockId, BlockId)> + '_ {
+        self.copies.iter().copied()
+    }
+
+    /// The groups that are paged, in the order of the block tables.
+    pub fn paged_groups(&self) -> impl Iterator<Item = &GroupSpec> {
+        self.config.groups.iter().filter(|spec| !matches!(spec.kind, GroupKind::None | GroupKind::Cross))
     }
 
     /// Bytes that a token takes in all layers, without those of the encoder.

@@ -117,7 +117,7 @@ impl KvCache {
                         "attend: layer {layer} of this batch is not written; call write({layer}, batch, k, v) first"
                     )));
                 }
-                let own = self.paged_specs().nth(group).and_then(|kind| kind.window());
+                let own = self.paged_groups().nth(group).and_then(|spec| spec.kind.window());
                 let mask = match own.into_iter().chain(options.window).min() {
                     None => Mask::Causal,
                     Some(window) => Mask::Window(window),

@@ -119,11 +119,11 @@ impl KvCache {
         let Some(computed) = computed else { return Err(reader.error("more computed tokens than tokens")) };
         let num_blocks = computed.div_ceil(self.config.block_size);
         let mut held = Vec::new();
-        for (group, kind) in self.paged_specs().enumerate() {
+        for (group, spec) in self.paged_groups().enumerate() {
             let entries = reader.values::<u32>(&format!("group.{group}.held"), &[None])?;
             // A window's blocks are the last ones; everywhere else there are all.
             let first = num_blocks - entries.len().min(num_blocks);
-            let needed = kind.window().map_or(0, |window| (computed + 1).saturating_sub(window) / self.config.block_size);
+            let needed = spec.kind.window().map_or(0, |window| (computed + 1).saturating_sub(window) / self.config.block_size);
             if entries.len() > num_blocks || first > needed || !(first..num_blocks).eq(entries.iter().map(|&e| e as usize)) {
                 return Err(reader.error(format!("group {group}: blocks are missing")));
             }
