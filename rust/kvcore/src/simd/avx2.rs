@@ -201,6 +201,10 @@ impl Simd for Avx2 {
         (x.0, self.splat(0.0))
     }
     #[inline(always)]
+    fn pair_second(self, x: Self::Pair) -> Self::Pair {
+        (self.splat(0.0), x.1)
+    }
+    #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
         let first = self.splat(f32::from_bits(q << 16));
         let second = self.splat(f32::from_bits(q & 0xffff_0000));

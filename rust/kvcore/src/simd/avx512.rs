@@ -179,6 +179,10 @@ impl Simd for Avx512 {
         (x.0, self.splat(0.0))
     }
     #[inline(always)]
+    fn pair_second(self, x: Self::Pair) -> Self::Pair {
+        (self.splat(0.0), x.1)
+    }
+    #[inline(always)]
     fn dot_pair(self, acc: __m512, x: Self::Pair, q: u32) -> __m512 {
         let first = self.splat(f32::from_bits(q << 16));
         let second = self.splat(f32::from_bits(q & 0xffff_0000));

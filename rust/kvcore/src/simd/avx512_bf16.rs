@@ -87,6 +87,11 @@ impl Simd for Avx512Bf16 {
         unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff)) }
     }
     #[inline(always)]
+    fn pair_second(self, x: __m512i) -> __m512i {
+        // SAFETY: `self` proves the feature.
+        unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000_u32 as i32)) }
+    }
+    #[inline(always)]
     fn dot_pair(self, acc: __m512, x: __m512i, q: u32) -> __m512 {
         // SAFETY: `self` proves the feature; both types are 512 plain bits.
         unsafe {

@@ -21,6 +21,8 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn load<S: Simd>(s: S, raw: &Self::Raw) -> Self::Loaded<S>;
     /// A loaded step with all but the first value of each lane set to zero.
     fn first<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
+    /// A loaded step with all but the last value of each lane set to zero.
+    fn last<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// `acc + x * coef`.
     fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: Self::Coef) -> S::F32;
     /// The factor for `STEP` f32 values, rounded as the format multiplies.
@@ -61,6 +63,10 @@ macro_rules! single {
                 x
             }
             #[inline(always)]
+            fn last<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
+            #[inline(always)]
             fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: f32) -> S::F32 {
                 s.mul_add(x, s.splat(coef), acc)
             }
@@ -97,6 +103,10 @@ macro_rules! paired {
             #[inline(always)]
             fn first<S: Simd>(s: S, x: S::Pair) -> S::Pair {
                 s.pair_first(x)
+            }
+            #[inline(always)]
+            fn last<S: Simd>(s: S, x: S::Pair) -> S::Pair {
+                s.pair_second(x)
             }
             #[inline(always)]
             fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: u32) -> S::F32 {

@@ -151,6 +151,10 @@ impl Simd for Scalar {
         (x.0, [0.0; LANES])
     }
     #[inline(always)]
+    fn pair_second(self, x: Self::Pair) -> Self::Pair {
+        ([0.0; LANES], x.1)
+    }
+    #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
         let acc = self.mul_add(x.0, [bf16(q & 0xffff); LANES], acc);
         self.mul_add(x.1, [bf16(q >> 16); LANES], acc)

@@ -87,6 +87,8 @@ impl Work for Suite {
                 } else {
                     assert!(alone(pair, true)[i].is_nan());
                     assert_eq!(alone(s.pair_first(pair), false)[i], truth[0]);
+                    assert!(!alone(s.pair_first(pair), true)[i].is_nan());
+                    assert!(!alone(s.pair_second(pair), false)[i].is_nan() || truth[1].is_nan());
                 }
             }
         }
@@ -95,6 +97,8 @@ impl Work for Suite {
         for i in 0..LANES {
             assert_eq!(alone(pair, false)[i], half::bf16::from_bits(bf16s[2 * i]).to_f32());
             assert_eq!(alone(pair, true)[i], half::bf16::from_bits(bf16s[2 * i + 1]).to_f32());
+            assert_eq!(alone(s.pair_second(pair), true)[i], half::bf16::from_bits(bf16s[2 * i + 1]).to_f32());
+            assert_eq!(alone(s.pair_second(pair), false)[i], 0.0);
         }
 
         // exp2 and silu against f64, over the range and at its ends.

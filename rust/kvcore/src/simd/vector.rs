@@ -65,6 +65,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair;
     /// The same pairs with the second value of each set to zero (an odd number of tokens; the other may be NaN).
     fn pair_first(self, x: Self::Pair) -> Self::Pair;
+    /// The same pairs with the first value of each set to zero (a window that begins at an odd token).
+    fn pair_second(self, x: Self::Pair) -> Self::Pair;
     /// `acc + x.0 * q.0 + x.1 * q.1` per lane, `q` a pair of bf16 (first in the low half) for all lanes.
     fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: u32) -> Self::F32;
 
