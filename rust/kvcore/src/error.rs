@@ -55,10 +55,6 @@ pub enum Error {
     /// A SIMD level that this CPU or build does not have.
     #[error("{0}")]
     UnsupportedSimd(String),
-    /// A saved file that cannot be written, read or trusted: cut, altered, of another model or another version. Names
-    /// the file and the reason.
-    #[error("{0}")]
-    Checkpoint(String),
     /// The spill file does not give or take a block; its slot holds nothing.
     #[error("spill file: {message}")]
     Spill {

@@ -19,7 +19,7 @@ pub use mask::Mask;
 
 use crate::formats::KvDtype;
 use crate::paging::BlockId;
-use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
+use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Level, Simd, Work};
 use crate::storage::LayerView;
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
@@ -85,8 +85,8 @@ pub fn attend(
         // int4 tiles are expanded to bf16.
         KvDtype::Bf16 | KvDtype::Int4 => call.run::<Bf16>(level, threads, out, should_stop),
         KvDtype::Fp8E4M3 => call.run::<Fp8E4M3>(level, threads, out, should_stop),
-        KvDtype::Fp8E5M2 => call.run::<Fp8E5M2>(level, threads, out, should_stop),
-        KvDtype::Int8 => call.run::<Int8>(level, threads, out, should_stop),
+        KvDtype::Fp8E5M2 => call.run::<Fp8E4M3>(level, threads, out, should_stop),
+        KvDtype::Int8 => call.run::<Fp8E4M3>(level, threads, out, should_stop),
     }
 }
 

@@ -9,7 +9,7 @@
 
 use super::{GroupKind, KvCache, manager_config};
 use crate::paging::{BlockManager, GroupConfig};
-use crate::storage::{ScaleMode, Scales};
+use crate::storage::{KvDtype, ScaleMode, Scales, fp8};
 use crate::{Error, Result};
 
 impl KvCache {
@@ -18,7 +18,7 @@ impl KvCache {
     /// # Errors
     /// [`Error::InvalidState`] if sequences or cached prefixes are there, or if the format takes no static scales.
     pub fn begin_calibration(&mut self) -> Result<()> {
-        if self.config.scale_mode != ScaleMode::Static || self.config.dtype.max_code().is_none() {
+        if self.config.scale_mode != ScaleMode::Static || !self.config.dtype.is_fp8() {
             return Err(Error::InvalidState(format!(
                 "calibrate: expected an fp8 cache with static scales, this one is {} with {} scales",
                 self.config.dtype, self.config.scale_mode
@@ -55,7 +55,7 @@ impl KvCache {
                 stats.num_sequences
             )));
         }
-        let largest_code = self.config.dtype.max_code().unwrap_or(1.0);
+        let largest_code = if self.config.dtype == KvDtype::Fp8E5M2 { fp8::E5M2_MAX } else { fp8::E4M3_MAX };
         let scale = |largest: f32| match largest / largest_code {
             scale if scale.is_normal() && scale.recip().is_normal() => scale,
             _ => 1.0,

@@ -140,7 +140,7 @@ impl CacheConfig {
             }],
             block_size,
             dtype,
-            scale_mode: ScaleMode::default_for(dtype),
+            scale_mode: dtype.default_scale_mode(),
             enable_prefix_caching: true,
             min_prefix_tokens: 0,
             max_rollback: 0,

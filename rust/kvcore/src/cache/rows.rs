@@ -4,6 +4,7 @@
 use super::{Batch, KvCache, Place};
 use crate::attention::{self, Call, Mask, Rows};
 use crate::paging::{BlockId, SeqId};
+use crate::simd::Level;
 use crate::storage::{KvStore, Layout};
 use crate::threads::ShouldStop;
 use crate::{Error, Result};
@@ -146,8 +147,8 @@ impl KvCache {
             }
             None => (layout.k_dim as f32).sqrt().recip(),
         };
-        let call = Call { view: store.layer(index), rows: &rows, num_q_heads, scale };
-        attention::attend(self.level, &self.threads, call, q, out, should_stop)
+        let call = Call { view: store.layer(index), rows: &rows, num_q_heads, scale, q };
+        attention::attend(self.level, &self.threads, &call, out, should_stop)
     }
 
     fn cross_rows<'a>(&self, layer: usize, index: usize, batch: &'a Batch) -> Result<Vec<Rows<'a>>> {
@@ -182,7 +183,7 @@ impl KvCache {
                 let table = self.manager.block_table(seq, group)?;
                 let returned = table.iter().take_while(|&&block| block == BlockId::NONE).count();
                 let start = (returned * self.config.block_size).min(tokens);
-                Ok(dense(&self.stores[group], index, &table[returned..], start, tokens - start))
+                Ok(dense(self.level, &self.stores[group], index, &table[returned..], start, tokens - start))
             }
             Place::Cross { index } => {
                 let Some(store) = &self.cross else { return Err(missing(layer)) };
@@ -190,14 +191,14 @@ impl KvCache {
                 if !blocks.first().is_some_and(|&first| self.cross_written.has(first, index)) {
                     return Err(Error::InvalidState(format!("read: layer {layer} of this sequence is not written")));
                 }
-                Ok(dense(store, index, blocks, 0, tokens))
+                Ok(dense(self.level, store, index, blocks, 0, tokens))
             }
         }
     }
 }
 
-fn dense(store: &KvStore, index: usize, blocks: &[BlockId], start: usize, tokens: usize) -> Dense {
-    let (k, v) = store.read(index, blocks, tokens);
+fn dense(level: Level, store: &KvStore, index: usize, blocks: &[BlockId], start: usize, tokens: usize) -> Dense {
+    let (k, v) = store.read(level, index, blocks, tokens);
     Dense { start, tokens, k, v }
 }
 

@@ -13,6 +13,7 @@ mod events;
 mod free_list;
 mod hash;
 mod key;
+mod access;
 pub mod manager;
 mod moves;
 mod pins;

@@ -16,6 +16,13 @@ pub struct SeqId {
     index: u32,
 }
 
+impl SeqId {
+    /// A number that no other sequence of its cache has or had.
+    pub const fn serial(self) -> u64 {
+        self.serial
+    }
+}
+
 /// One sequence.
 #[derive(Debug, Clone)]
 pub(super) struct Sequence {

@@ -1,6 +1,7 @@
 //! What is in a block: bytes only, never who owns it.
 #![forbid(unsafe_code)]
 
+pub mod clean;
 pub mod layout;
 pub mod persist;
 mod positioned;
@@ -11,6 +12,7 @@ pub mod store;
 pub mod view;
 
 pub use crate::formats::{KvDtype, ScaleMode, fp8};
+pub use clean::Cleaner;
 pub use layout::{Layout, TILE};
 pub use scales::{Scales, check_scale};
 pub use spill::SpillFile;

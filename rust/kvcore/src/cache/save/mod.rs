@@ -14,7 +14,7 @@ mod sequence;
 
 use super::{GroupKind, KvCache};
 use crate::storage::persist::Fingerprint;
-use crate::storage::{KvStore, Scales};
+use crate::storage::Scales;
 
 impl KvCache {
     /// What a file's bytes depend on: a file with another one is refused.
@@ -57,15 +57,4 @@ fn scales_name(scales: &Scales) -> String {
     }
     let bytes: Vec<u8> = scales.k.iter().chain(&scales.v).flat_map(|scale| scale.to_le_bytes()).collect();
     format!("{:032x}", xxhash_rust::xxh3::xxh3_128(&bytes))
-}
-
-/// Bytes of a block as they go into a file: those behind its last token are zeros.
-fn clean<'a>(store: &'a KvStore, bytes: &'a [u8], tokens: usize, buffer: &'a mut Vec<u8>) -> &'a [u8] {
-    if tokens >= store.layout().block_size {
-        return bytes;
-    }
-    buffer.clear();
-    buffer.extend_from_slice(bytes);
-    store.layout().clear_slots(buffer, tokens);
-    buffer
 }

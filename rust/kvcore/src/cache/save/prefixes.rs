@@ -11,9 +11,10 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::{clean, keys};
+use super::keys;
 use crate::cache::KvCache;
 use crate::paging::{Place, ImportEntry, OwnedKey, PrefixEntry, Retention};
+use crate::storage::Cleaner;
 use crate::storage::persist::{self, Dtype, Reader, TensorSpec};
 use crate::threads::ShouldStop;
 use crate::{Error, Result};
@@ -64,7 +65,7 @@ impl KvCache {
             specs.extend(keys::specs(&format!("key.{number}."), key.as_key()));
         }
         let fingerprint = self.fingerprint();
-        let (stores, spill) = (&self.stores, &mut self.spill);
+        let (level, stores, spill) = (self.level, &self.stores, &mut self.spill);
         persist::save(&folder.join(FILE), KIND, &fingerprint, &specs, should_stop, |writer| {
             let column = |value: fn(&PrefixEntry) -> i64| entries.iter().map(value).collect::<Vec<_>>();
             writer.values("parents", &column(|entry| entry.parent.map_or(-1, |parent| parent as i64)))?;
@@ -74,11 +75,12 @@ impl KvCache {
             writer.values("lengths", &entries.iter().map(|entry| entry.tokens.len() as u32).collect::<Vec<_>>())?;
             writer.values("tokens", &tokens)?;
             writer.values("priority", &entries.iter().map(|entry| entry.retention.priority).collect::<Vec<_>>())?;
-            let (mut buffer, mut fetched) = (Vec::new(), Vec::new());
+            let mut fetched = Vec::new();
             for (group, store) in stores.iter().enumerate() {
                 let present = |entry: &PrefixEntry| u8::from(entry.places[group] != Place::Nowhere);
                 writer.values(&format!("group.{group}.present"), &entries.iter().map(present).collect::<Vec<_>>())?;
                 let name = format!("group.{group}.blocks");
+                let mut cleaner = Cleaner::new(store)?;
                 for entry in &entries {
                     let bytes = match (entry.places[group], spill.as_mut()) {
                         (Place::Block(block), _) => store.block_bytes(block),
@@ -89,7 +91,7 @@ impl KvCache {
                         }
                         _ => continue,
                     };
-                    writer.write(&name, clean(store, bytes, entry.tokens.len(), &mut buffer))?;
+                    writer.write(&name, cleaner.clean(level, bytes, entry.tokens.len()))?;
                 }
             }
             for (number, key) in keys.iter().enumerate() {

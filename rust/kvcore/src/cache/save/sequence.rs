@@ -10,9 +10,10 @@
 
 use std::path::Path;
 
-use super::{clean, keys};
+use super::keys;
 use crate::cache::{Batch, KvCache};
 use crate::paging::{AddOptions, BlockId, SeqId};
+use crate::storage::Cleaner;
 use crate::storage::persist::{self, Dtype, Reader, TensorSpec};
 use crate::threads::ShouldStop;
 #[cfg(doc)]
@@ -63,26 +64,27 @@ impl KvCache {
         }
         specs.extend(keys::specs("", key));
         persist::save(path, KIND, &self.fingerprint(), &specs, should_stop, |writer| {
-            let mut buffer = Vec::new();
             writer.values("computed", &[computed as u64])?;
             writer.values("token_ids", token_ids)?;
             for (group, store) in self.stores.iter().enumerate() {
                 let table = self.manager.block_table(seq, group)?;
                 writer.values(&format!("group.{group}.held"), &held[group])?;
                 let name = format!("group.{group}.blocks");
+                let mut cleaner = Cleaner::new(store)?;
                 for &at in &held[group] {
                     let tokens = computed - at as usize * self.config.block_size;
                     let bytes = store.block_bytes(table[at as usize]);
-                    writer.write(&name, clean(store, bytes, tokens, &mut buffer))?;
+                    writer.write(&name, cleaner.clean(self.level, bytes, tokens))?;
                 }
             }
             if let Some((store, blocks)) = cross {
                 writer.values("cross.tokens", &[cross_tokens as u64])?;
                 let written = self.cross_written.layers(blocks[0]).unwrap_or_default();
                 writer.values("cross.written", &written.iter().map(|&w| u8::from(w)).collect::<Vec<_>>())?;
+                let mut cleaner = Cleaner::new(store)?;
                 for (at, &block) in blocks.iter().enumerate() {
                     let tokens = cross_tokens - at * self.config.block_size;
-                    writer.write("cross.blocks", clean(store, store.block_bytes(block), tokens, &mut buffer))?;
+                    writer.write("cross.blocks", cleaner.clean(self.level, store.block_bytes(block), tokens))?;
                 }
             }
             keys::write(writer, "", key)
