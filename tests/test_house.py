@@ -20,7 +20,7 @@ RUST = {
     "error": set(),
     "paging": {"error"},
     "threads": {"error"},
-    "storage": {"error", "paging"},  # the names of blocks and copies, nothing else: see below
+    "storage": {"error", "paging", "threads"},  # the names of blocks and copies, nothing else: see below; ShouldStop
     "simd": {"error", "storage"},  # the scalar number formats
     "attention": {"error", "paging", "storage", "simd", "threads"},
     "shape": {"error"},
