@@ -41,7 +41,9 @@ class UnsupportedSimd(KvcoreError, RuntimeError):  # noqa: N818 - a public name
 
 
 class CheckpointError(KvcoreError):
-    """A model file that is bad, missing or not supported. The message names the file and the key or tensor."""
+    """A model file or a saved cache that is bad, missing or not supported.
+
+    The message names the file and the key or tensor."""
 
 
 __all__ = [

@@ -89,9 +89,10 @@ impl SpillFile {
 
     /// How many slots a group can have if the file may take `bytes` on the disk.
     pub fn slots_within(bytes: u64, slot_bytes_per_group: &[usize]) -> usize {
-        let strides = slot_bytes_per_group.iter().map(|&slot_bytes| stride(slot_bytes).unwrap_or(u64::MAX));
-        let all = strides.fold(0, u64::saturating_add);
-        usize::try_from(bytes.checked_div(all).unwrap_or(0)).unwrap_or(usize::MAX)
+        let mut strides = slot_bytes_per_group.iter().map(|&slot_bytes| stride(slot_bytes));
+        let all = strides.try_fold(0u64, |all, stride| all.checked_add(stride?));
+        let slots = all.and_then(|all| bytes.checked_div(all)).unwrap_or(0);
+        usize::try_from(slots).unwrap_or(usize::MAX)
     }
 
     /// Slots of each group.
@@ -181,5 +182,68 @@ fn remove_leftovers(dir: &Path) {
         if ours && entry.file_type().is_ok_and(|kind| kind.is_file()) {
             let _ = fs::remove_file(entry.path());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two slots of two groups, all written.
+    fn spill(folder: &Path) -> SpillFile {
+        let mut spill = SpillFile::create(folder, &[300, 5000], 2).unwrap();
+        for slot in 0..2 {
+            spill.write(0, slot, &[slot as u8; 300]).unwrap();
+            spill.write(1, slot, &[slot as u8; 5000]).unwrap();
+        }
+        spill
+    }
+
+    fn kind(result: Result<()>) -> Option<io::ErrorKind> {
+        match result {
+            Err(Error::Spill { kind, .. }) => Some(kind),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn bytes_that_changed_on_the_disk_are_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut spill = spill(folder.path());
+        let other = spill.file.try_clone().unwrap();
+        for (group, bytes) in [(0, 300), (1, 5000)] {
+            let offset = spill.locate(group, 1, bytes).unwrap();
+            for at in [0, bytes as u64 / 2, bytes as u64 - 1] {
+                write_all_at(&other, &[0x81], offset + at).unwrap();
+                let mut out = vec![0; bytes];
+                assert_eq!(kind(spill.read(group, 1, &mut out)), Some(io::ErrorKind::InvalidData));
+                write_all_at(&other, &[1], offset + at).unwrap();
+                assert_eq!(spill.read(group, 1, &mut out), Ok(()));
+                assert_eq!(out, vec![1; bytes]);
+            }
+            // What the slot held before, as if the last write had never reached the disk.
+            spill.write(group, 1, &vec![2; bytes]).unwrap();
+            write_all_at(&other, &vec![1; bytes], offset).unwrap();
+            assert_eq!(kind(spill.read(group, 1, &mut vec![0; bytes])), Some(io::ErrorKind::InvalidData));
+            // Its neighbour is not concerned.
+            assert_eq!(spill.read(group, 0, &mut vec![0; bytes]), Ok(()));
+        }
+        other.set_len(0).unwrap();
+        assert_eq!(kind(spill.read(0, 0, &mut [0; 300])), Some(io::ErrorKind::UnexpectedEof));
+    }
+
+    #[test]
+    fn a_slot_that_could_not_be_written_holds_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut spill = spill(folder.path());
+        let name = folder.path().join("read only");
+        File::create(&name).unwrap().set_len(spill.total_bytes()).unwrap();
+        let writable = std::mem::replace(&mut spill.file, File::open(&name).unwrap());
+        assert!(kind(spill.write(0, 0, &[7; 300])).is_some());
+        spill.file = writable;
+        assert_eq!(kind(spill.read(0, 0, &mut [0; 300])), Some(io::ErrorKind::NotFound));
+        assert_eq!(spill.read(0, 1, &mut [0; 300]), Ok(()));
+        spill.write(0, 0, &[7; 300]).unwrap();
+        assert_eq!(spill.read(0, 0, &mut [0; 300]), Ok(()));
     }
 }

@@ -71,7 +71,7 @@ impl<'a> Reader<'a> {
             end: len - DIGEST as u64,
             should_stop,
             digests: Digests::default(),
-            buffer: Vec::with_capacity(PIECE),
+            buffer: Vec::with_capacity(PIECE.min(len as usize)),
             in_buffer: None,
         };
         bytes.verify()?;

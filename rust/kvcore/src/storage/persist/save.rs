@@ -19,7 +19,8 @@ use crate::{Error, Result};
 /// Write a file of these tensors to `path`, in place of what is there; `fill` gives their bytes to the [`Writer`], in
 /// the order of `tensors`. Wide formats first keep every tensor aligned for those who map the file.
 ///
-/// Memory does not grow with the tensors. When it returns, the bytes have reached the disk.
+/// Memory does not grow with the tensors. When it returns, the bytes have reached the disk. A link at `path` is
+/// replaced, not followed.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] with the system's words if the file cannot be written, [`Error::InvalidArgument`] for bad names
