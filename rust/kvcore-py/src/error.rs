@@ -18,6 +18,7 @@ mod classes {
     pyo3::import_exception!(kvcore.errors, KvcoreError);
     pyo3::import_exception!(kvcore.errors, OutOfBlocks);
     pyo3::import_exception!(kvcore.errors, OutOfMemory);
+    pyo3::import_exception!(kvcore.errors, PinLimit);
     pyo3::import_exception!(kvcore.errors, StaleBatch);
     pyo3::import_exception!(kvcore.errors, UnsupportedSimd);
 }
@@ -31,8 +32,9 @@ pub fn to_python(error: Error) -> PyErr {
         Error::InvalidHandle(_) => classes::InvalidHandle::new_err(message),
         Error::StaleBatch(_) => classes::StaleBatch::new_err(message),
         Error::InvalidState(_) => classes::InvalidState::new_err(message),
+        Error::PinLimit { .. } => classes::PinLimit::new_err(message),
         Error::OutOfMemory { .. } => classes::OutOfMemory::new_err(message),
-        Error::Checkpoint(_) => classes::CheckpointError::new_err(message),
+        Error::Checkpoint(_) | Error::Spill { .. } => classes::CheckpointError::new_err(message),
         Error::UnsupportedSimd(_) => classes::UnsupportedSimd::new_err(message),
         _ => classes::KvcoreError::new_err(message),
     }

@@ -5,7 +5,8 @@
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, criterion_group, criterion_main};
-use kvcore::paging::{BlockManager, BlockPool, ManagerConfig, SeqId};
+use kvcore::Result;
+use kvcore::paging::{AddOptions, BlockManager, BlockPool, ManagerConfig, SeqId};
 
 const POOLS: [usize; 3] = [1_000, 100_000, 1_000_000];
 const BLOCK_SIZE: usize = 16;
@@ -13,6 +14,10 @@ const BLOCK_SIZE: usize = 16;
 /// Token ids without repetition, so that no two blocks are equal.
 fn tokens(from: usize, len: usize) -> Vec<u32> {
     (from..from + len).map(|token| (token as u32).wrapping_mul(0x9E37_79B9)).collect()
+}
+
+fn add(manager: &mut BlockManager, tokens: &[u32]) -> Result<SeqId> {
+    manager.add(tokens, &AddOptions::default(), &mut Vec::new())
 }
 
 fn compute(manager: &mut BlockManager, seq: SeqId) {
@@ -26,7 +31,7 @@ fn used_manager(num_blocks: usize) -> BlockManager {
     let mut manager = BlockManager::new(ManagerConfig::new(num_blocks, BLOCK_SIZE)).unwrap();
     for start in (0..num_blocks).step_by(512) {
         let len = 512.min(num_blocks - start) * BLOCK_SIZE;
-        let seq = manager.add(&tokens(start * BLOCK_SIZE, len), None, true).unwrap();
+        let seq = add(&mut manager, &tokens(start * BLOCK_SIZE, len)).unwrap();
         compute(&mut manager, seq);
         manager.free(seq).unwrap();
     }
@@ -63,13 +68,13 @@ fn manager(c: &mut Criterion) {
     for num_blocks in POOLS {
         let mut manager = used_manager(num_blocks);
         let prompt = tokens(1 << 30, 8192);
-        let seq = manager.add(&prompt, None, true).unwrap();
+        let seq = add(&mut manager, &prompt).unwrap();
         compute(&mut manager, seq);
         manager.free(seq).unwrap();
         let mut copies = Vec::new();
         group.bench_function(BenchmarkId::new("add + plan + free, 8192 tokens cached", num_blocks), |b| {
             b.iter(|| {
-                let seq = manager.add(black_box(&prompt), None, true).unwrap();
+                let seq = add(&mut manager, black_box(&prompt)).unwrap();
                 assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8192 - BLOCK_SIZE);
                 black_box(manager.plan(&[(seq, BLOCK_SIZE)], &mut copies).unwrap());
                 manager.free(seq).unwrap();
@@ -86,7 +91,7 @@ fn manager(c: &mut Criterion) {
                         tokens(start * BLOCK_SIZE, 8192)
                     },
                     |prompt| {
-                        let seq = manager.add(&prompt, None, true).unwrap();
+                        let seq = add(&mut manager, &prompt).unwrap();
                         assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8192 - BLOCK_SIZE);
                         manager.free(seq).unwrap();
                         prompt
@@ -103,7 +108,7 @@ fn manager(c: &mut Criterion) {
                     tokens(start, 8192)
                 },
                 |prompt| {
-                    let seq = manager.add(&prompt, None, true).unwrap();
+                    let seq = add(&mut manager, &prompt).unwrap();
                     compute(&mut manager, seq);
                     manager.free(seq).unwrap();
                     prompt
@@ -113,7 +118,7 @@ fn manager(c: &mut Criterion) {
         });
 
         let mut manager = used_manager(num_blocks.max(2_000));
-        let long = manager.add(&tokens(1 << 28, 1_000 * BLOCK_SIZE), None, true).unwrap();
+        let long = add(&mut manager, &tokens(1 << 28, 1_000 * BLOCK_SIZE)).unwrap();
         compute(&mut manager, long);
         group.bench_function(BenchmarkId::new("fork + free, 1000 blocks", num_blocks), |b| {
             b.iter(|| {
@@ -131,7 +136,7 @@ fn decode(c: &mut Criterion) {
         let mut manager = used_manager(100_000);
         let mut items = Vec::new();
         for index in 0..num_seqs {
-            let seq = manager.add(&tokens((1 << 28) + index * len, len), None, true).unwrap();
+            let seq = add(&mut manager, &tokens((1 << 28) + index * len, len)).unwrap();
             compute(&mut manager, seq);
             items.push((seq, 1));
         }

@@ -517,7 +517,7 @@ impl PyKvCache {
     }
 
     fn save_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {
-        self.look(py, |cache, should_stop| cache.save_prefixes(&folder, should_stop))
+        self.change_now(py, |cache, should_stop| cache.save_prefixes(&folder, should_stop))
     }
 
     fn load_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {

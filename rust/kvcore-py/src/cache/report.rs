@@ -101,6 +101,7 @@ pub fn events<'py>(py: Python<'py>, events: &Events) -> PyResult<Bound<'py, PyDi
                 dict.set_item("src", src.index())?;
                 dict.set_item("dst", dst.index())?;
             }
+            _ => continue,
         }
         list.append(dict)?;
     }

@@ -26,6 +26,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use batch::Batch;
+pub use rows::{AttendOptions, Dense};
 pub use config::{CacheConfig, GroupKind, GroupSpec};
 
 use crate::paging::{
@@ -376,11 +377,11 @@ impl KvCache {
             (Some(dir), _) => dir,
         };
         let sizes: Vec<usize> = stores.iter().map(|store| store.layout().block_bytes()).collect();
-        let round: usize = sizes.iter().sum();
-        let slots = config.spill_bytes / round;
+        let slots = SpillFile::slots_within(config.spill_bytes as u64, &sizes);
         if slots == 0 {
             return Err(Error::InvalidArgument(format!(
-                "spill_bytes: expected at least {round} (a block of each group), got {}",
+                "spill_bytes: expected room for a block of each group ({} bytes and some padding), got {}",
+                sizes.iter().sum::<usize>(),
                 config.spill_bytes
             )));
         }

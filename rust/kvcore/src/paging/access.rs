@@ -5,7 +5,7 @@ use super::block::BlockId;
 use super::key::Key;
 use super::manager::BlockManager;
 use super::sequence::SeqId;
-use crate::Result;
+use crate::{Error, Result};
 
 impl BlockManager {
     /// The key of a sequence. Errors: `InvalidHandle`.
@@ -13,14 +13,17 @@ impl BlockManager {
         Ok(self.sequences.get(seq)?.domain.as_key())
     }
 
-    /// Returns the blocks of a window's group before entry `until` of the block table, which hold nothing that any query
-    /// will see. Errors: `InvalidHandle`.
-    pub fn return_blocks(&mut self, seq: SeqId, _group: usize, until: usize) -> Result<()> {
-        let sequence = self.sequences.get_mut(seq)?;
-        for block in sequence.blocks.iter_mut().take(until) {
-            if *block != BlockId::NONE {
-                self.blocks.pool.release(std::mem::replace(block, BlockId::NONE))?;
-            }
+    /// Returns the blocks of a window's group before entry `until` of the block table, which hold nothing that a query to
+    /// come will see. Errors: `InvalidHandle`, `InvalidArgument` for a group that keeps all tokens.
+    pub fn return_blocks(&mut self, seq: SeqId, group: usize, until: usize) -> Result<()> {
+        if self.config.groups.get(group).is_none_or(|config| config.window.is_none()) {
+            return Err(Error::InvalidArgument(format!("group {group}: expected one with a window")));
+        }
+        let table = &mut self.sequences.get_mut(seq)?.tables[group];
+        while table.returned < until.min(table.blocks.len()) {
+            let block = std::mem::replace(&mut table.blocks[table.returned], BlockId::NONE);
+            self.blocks.groups[group].pool.release(block)?;
+            table.returned += 1;
         }
         Ok(())
     }

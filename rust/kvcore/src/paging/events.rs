@@ -25,6 +25,20 @@ pub enum Cause {
     Failed,
 }
 
+impl Cause {
+    /// `lru`, `expired`, `reset`, `replaced`, `spilled` or `failed`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Expired => "expired",
+            Self::Reset => "reset",
+            Self::Replaced => "replaced",
+            Self::Spilled => "spilled",
+            Self::Failed => "failed",
+        }
+    }
+}
+
 /// One thing that happened to one block of one group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

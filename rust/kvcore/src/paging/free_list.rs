@@ -24,6 +24,10 @@ impl FreeList {
         self.len
     }
 
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// The oldest block.
     pub fn front(&self) -> Option<u32> {
         (self.head != NIL).then_some(self.head)
