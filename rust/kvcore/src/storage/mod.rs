@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod clean;
+pub mod expand;
 pub mod layout;
 pub mod persist;
 mod positioned;
@@ -13,8 +14,9 @@ pub mod view;
 
 pub use crate::formats::{KvDtype, ScaleMode, fp8};
 pub use clean::Cleaner;
+pub use expand::{expand_int4_k_tile, expand_int4_v_tile, expand_k_tile, expand_v_tile};
 pub use layout::{Layout, TILE};
 pub use scales::{Scales, check_scale};
 pub use spill::SpillFile;
 pub use store::KvStore;
-pub use view::{LayerView, expand_int4_k_tile, expand_int4_v_tile};
+pub use view::LayerView;
