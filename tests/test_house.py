@@ -20,8 +20,9 @@ RUST = {
     "error": set(),
     "paging": {"error"},
     "threads": {"error"},
-    "storage": {"error", "paging"},  # the names of blocks and copies, nothing else: see below
-    "simd": {"error", "storage"},  # the scalar number formats
+    "formats": {"error"},
+    "simd": {"error", "formats"},
+    "storage": {"error", "formats", "paging", "simd"},  # of paging the names of blocks, nothing else: see below
     "attention": {"error", "paging", "storage", "simd", "threads"},
     "shape": {"error"},
     "ops": {"error", "shape", "simd", "threads"},

@@ -67,7 +67,8 @@ impl PyBatch {
 pub struct PyKvCache {
     cache: RwLock<Option<KvCache>>,
     layout: Layout,
-    scales: Scales,
+    k_scale: f32,
+    v_scale: f32,
     threads: PyThreads,
 }
 
@@ -157,16 +158,21 @@ impl PyKvCache {
         }
         let dtype: KvDtype = dtype.parse().map_err(to_python)?;
         // A float64 that float32 cannot hold becomes 0 or infinity here, which the check of the scales refuses.
-        let scales = Scales { k: k_scale.unwrap_or(1.0) as f32, v: v_scale.unwrap_or(1.0) as f32 };
+        let (k_scale, v_scale) = (k_scale.unwrap_or(1.0) as f32, v_scale.unwrap_or(1.0) as f32);
+        let head_dim = head_dim.get("head_dim")?;
         let layout = Layout {
             num_layers: num_layers.get("num_layers")?,
             num_blocks: num_blocks.get("num_blocks")?,
             num_kv_heads: num_kv_heads.get("num_kv_heads")?,
-            head_dim: head_dim.get("head_dim")?,
+            k_dim: head_dim,
+            v_dim: head_dim,
+            latent: false,
             block_size: usize::try_from(block_size)
                 .map_err(|_| invalid(format!("block_size: expected at least 16, got {block_size}")))?,
             dtype,
+            scale_mode: dtype.default_scale_mode(),
         };
+        let scales = Scales::uniform(&layout, k_scale, v_scale);
         let threads = match (num_threads, threads) {
             (Some(_), Some(_)) => {
                 return Err(invalid("num_threads, threads: expected at most one of them, got both".into()));
@@ -177,7 +183,7 @@ impl PyKvCache {
         let hash = if _equal_hashes { equal_hashes } else { hash_block };
         let config = CacheConfig { layout, scales, enable_prefix_caching, hash };
         let cache = KvCache::new(config, threads.level, Arc::clone(&threads.threads)).map_err(to_python)?;
-        Ok(Self { cache: RwLock::new(Some(cache)), layout, scales, threads })
+        Ok(Self { cache: RwLock::new(Some(cache)), layout, k_scale, v_scale, threads })
     }
 
     #[pyo3(signature = (token_ids, salt = None, *, use_prefix = true))]
@@ -230,7 +236,7 @@ impl PyKvCache {
         v: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let layer = layer.get("layer")?;
-        let shape = [Some(batch.num_tokens), Some(self.layout.num_kv_heads), Some(self.layout.head_dim)];
+        let shape = [Some(batch.num_tokens), Some(self.layout.num_kv_heads), Some(self.layout.k_dim)];
         let (k, v) = (floats("k", k, &shape)?, floats("v", v, &shape)?);
         let (k, v) = (k.as_slice()?, v.as_slice()?);
         self.change(py, |cache| cache.write(layer, &mut *batch.change()?, k, v))
@@ -259,14 +265,14 @@ impl PyKvCache {
             Ok(array) if array.ndim() == 3 => array.shape()[1],
             _ => 0,
         };
-        let q = floats("q", q, &[Some(batch.num_tokens), None, Some(self.layout.head_dim)])?;
+        let q = floats("q", q, &[Some(batch.num_tokens), None, Some(self.layout.k_dim)])?;
         let q = q.as_slice()?;
         let out = self.look(py, |cache, should_stop| {
             let mut out = zeros(1, q.len())?;
             cache.attend(layer, &*batch.look()?, heads, scale.map(|s| s as f32), q, &mut out, should_stop)?;
             Ok(out)
         })?;
-        PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, self.layout.head_dim])
+        PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, self.layout.k_dim])
     }
 
     fn commit(&self, py: Python<'_>, batch: &PyBatch) -> PyResult<()> {
@@ -298,7 +304,7 @@ impl PyKvCache {
     ) -> PyResult<(Bound<'py, PyArray3<f32>>, Bound<'py, PyArray3<f32>>)> {
         let layer = layer.get("layer")?;
         let (tokens, k, v) = self.look(py, |cache, _| cache.read(layer, seq.id))?;
-        let shape = [tokens, self.layout.num_kv_heads, self.layout.head_dim];
+        let shape = [tokens, self.layout.num_kv_heads, self.layout.k_dim];
         Ok((PyArray1::from_vec(py, k).reshape(shape)?, PyArray1::from_vec(py, v).reshape(shape)?))
     }
 
@@ -371,7 +377,7 @@ impl PyKvCache {
     }
     #[getter]
     fn head_dim(&self) -> usize {
-        self.layout.head_dim
+        self.layout.k_dim
     }
     #[getter]
     fn num_blocks(&self) -> usize {
@@ -387,11 +393,11 @@ impl PyKvCache {
     }
     #[getter]
     fn k_scale(&self) -> f32 {
-        self.scales.k
+        self.k_scale
     }
     #[getter]
     fn v_scale(&self) -> f32 {
-        self.scales.v
+        self.v_scale
     }
     #[getter]
     fn bytes_per_token(&self) -> usize {
@@ -414,7 +420,7 @@ impl PyKvCache {
         let l = &self.layout;
         format!(
             "KVCache(num_layers={}, num_kv_heads={}, head_dim={}, num_blocks={}, block_size={}, dtype='{}')",
-            l.num_layers, l.num_kv_heads, l.head_dim, l.num_blocks, l.block_size, l.dtype
+            l.num_layers, l.num_kv_heads, l.k_dim, l.num_blocks, l.block_size, l.dtype
         )
     }
 }

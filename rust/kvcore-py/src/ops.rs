@@ -125,9 +125,7 @@ pub fn e4m3_decode<'py>(
 }
 
 fn fp8_scale(scale: f64) -> PyResult<f32> {
-    use kvcore::storage::{KvDtype, Scales};
-    let scales = Scales { k: scale as f32, v: 1.0 };
-    Ok(scales.checked(KvDtype::Fp8E4M3).map_err(to_python)?.k)
+    kvcore::storage::check_scale("scale", scale as f32).map_err(to_python)
 }
 
 /// The naive oracle, causal: q [rows, q heads, d] are the last rows of k, v [tokens, kv heads, d]; sums in float64.

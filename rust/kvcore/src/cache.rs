@@ -18,7 +18,7 @@ use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
 
 /// What a cache is made of.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct CacheConfig {
     /// Shape and format of the blocks.
     pub layout: Layout,
@@ -81,7 +81,7 @@ impl KvCache {
     }
 
     /// The scales of K and V.
-    pub fn scales(&self) -> Scales {
+    pub fn scales(&self) -> &Scales {
         self.store.scales()
     }
 
@@ -124,7 +124,7 @@ impl KvCache {
         self.copies.clear();
         let plan = self.manager.plan(items, &mut self.copies)?;
         for &copy in &self.copies {
-            self.store.copy_block(copy);
+            self.store.copy_block(copy.src, copy.dst);
         }
         Ok(Batch { plan, written: vec![false; self.store.layout().num_layers] })
     }
@@ -142,14 +142,14 @@ impl KvCache {
             return Err(Error::InvalidState("write: the batch is committed, its blocks may be shared".into()));
         }
         let l = *self.store.layout();
-        let expected = batch.num_tokens() * l.num_kv_heads * l.head_dim;
+        let expected = batch.num_tokens() * l.num_kv_heads * l.k_dim;
         for (name, len) in [("k", k.len()), ("v", v.len())] {
             if len != expected {
                 return Err(Error::InvalidArgument(format!(
                     "{name}: expected {} new tokens x {} KV heads x {} dimensions = {expected} values, got {len}",
                     batch.num_tokens(),
                     l.num_kv_heads,
-                    l.head_dim
+                    l.k_dim
                 )));
             }
         }
@@ -157,7 +157,7 @@ impl KvCache {
             batch.plan.rows.iter().flat_map(|row| {
                 (row.start..row.start + row.len).map(|p| (row.blocks[p / l.block_size], p % l.block_size))
             });
-        self.store.write(layer, slots, k, v);
+        self.store.write(self.level, layer, slots, k, Some(v));
         batch.written[layer] = true;
         Ok(())
     }
@@ -186,7 +186,7 @@ impl KvCache {
                 "attend: layer {layer} of this batch is not written; call write({layer}, batch, k, v) first"
             )));
         }
-        let scale = scale.unwrap_or_else(|| (self.store.layout().head_dim as f32).sqrt().recip());
+        let scale = scale.unwrap_or_else(|| (self.store.layout().k_dim as f32).sqrt().recip());
         let rows: Vec<Rows<'_>> =
             batch.plan.rows.iter().map(|r| Rows { blocks: &r.blocks, start: r.start, len: r.len }).collect();
         let view = self.store.layer(layer);
@@ -251,7 +251,7 @@ impl KvCache {
     pub fn read(&self, layer: usize, seq: SeqId) -> Result<(usize, Vec<f32>, Vec<f32>)> {
         self.check_layer(layer)?;
         let tokens = self.manager.num_computed_tokens(seq)?;
-        let (k, v) = self.store.read(layer, self.manager.block_table(seq)?, tokens);
+        let (k, v) = self.store.read(self.level, layer, self.manager.block_table(seq)?, tokens);
         Ok((tokens, k, v))
     }
 

@@ -14,7 +14,7 @@ pub mod tile;
 
 use crate::paging::BlockId;
 use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Level, Simd, Work};
-use crate::storage::{KvDtype, LayerView};
+use crate::storage::{KvDtype, LayerView, ScaleMode};
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
 use tile::{CHUNK, Partial, RowTile};
@@ -68,13 +68,13 @@ pub fn attend(
     if !scale.is_finite() {
         return Err(Error::InvalidArgument(format!("scale: expected a finite number, got {scale}")));
     }
-    let width = num_q_heads * l.head_dim;
+    let width = num_q_heads * l.k_dim;
     let rows: usize = seqs.iter().map(|s| s.len).sum();
     for (name, len) in [("q", q.len()), ("out", out.len())] {
         if Some(len) != rows.checked_mul(width) {
             return Err(Error::InvalidArgument(format!(
                 "{name}: expected {rows} rows x {num_q_heads} heads x {} dimensions, got {len} values",
-                l.head_dim
+                l.k_dim
             )));
         }
     }
@@ -92,11 +92,15 @@ pub fn attend(
             )));
         }
     }
+    if l.latent || l.v_dim != l.k_dim || l.scale_mode != ScaleMode::Static {
+        return Err(Error::InvalidArgument("attention: expected K and V of one width, with static scales".into()));
+    }
     match l.dtype {
         KvDtype::F32 => run::<F32>(level, threads, view, seqs, num_q_heads, scale, q, out, should_stop),
         KvDtype::F16 => run::<F16>(level, threads, view, seqs, num_q_heads, scale, q, out, should_stop),
         KvDtype::Bf16 => run::<Bf16>(level, threads, view, seqs, num_q_heads, scale, q, out, should_stop),
         KvDtype::Fp8E4M3 => run::<Fp8E4M3>(level, threads, view, seqs, num_q_heads, scale, q, out, should_stop),
+        other => Err(Error::InvalidArgument(format!("attention: {other} is not read yet"))),
     }
 }
 
@@ -138,7 +142,7 @@ fn run<F: Format>(
     let l = view.layout;
     let group = num_q_heads / l.num_kv_heads;
     let rows_per_tile = (QUERIES_PER_TILE / group).max(1);
-    let (head_width, row_width) = (group * l.head_dim, num_q_heads * l.head_dim);
+    let (head_width, row_width) = (group * l.k_dim, num_q_heads * l.k_dim);
 
     let mut tiles = Vec::new();
     let mut outs: Vec<Vec<&mut [f32]>> = Vec::new();
@@ -162,7 +166,7 @@ fn run<F: Format>(
                     scale,
                     q: &q[row * row_width..(row + rows) * row_width],
                 };
-                work += rows * group * l.head_dim * tile.end();
+                work += rows * group * l.k_dim * tile.end();
                 tiles.push(tile);
                 outs.push(Vec::with_capacity(rows));
             }

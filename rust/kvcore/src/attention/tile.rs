@@ -145,7 +145,7 @@ impl RowTile<'_> {
 
     /// Pack the queries as the kernels read them.
     fn scratch<S: Simd, F: Format>(&self, _: S) -> Scratch<F> {
-        let (n, dim) = (self.num_queries(), self.view.layout.head_dim);
+        let (n, dim) = (self.num_queries(), self.view.layout.k_dim);
         let row_width = self.q.len() / self.rows;
         let mut queries = Vec::with_capacity(n * dim / F::STEP);
         let mut first = 0;
@@ -183,7 +183,7 @@ impl RowTile<'_> {
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; untouched where it sees none.
     fn chunk<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<F>, c: usize, partial: &mut Partial) {
         let n = self.num_queries();
-        let steps = self.view.layout.head_dim / F::STEP;
+        let steps = self.view.layout.k_dim / F::STEP;
         let mut first = 0;
         while first < n {
             let m = tile_size::<S>(n - first);
@@ -215,7 +215,7 @@ impl RowTile<'_> {
         s.run(Scores::<F, M, B> { tile: self, chunk: c, tiles, queries, scores: &mut scratch.scores });
         for m in 0..M {
             if visible[m] > 0 {
-                let scale = self.scale * self.view.scales.k;
+                let scale = self.scale * self.view.k_scale(self.head);
                 let (scores, weights) = (&mut scratch.scores[m], &mut scratch.weights[m]);
                 let (max, sum) = s.run(Weights::<F> { scale, visible: visible[m], scores, weights });
                 partial.m[first + m] = max;
@@ -254,12 +254,12 @@ impl RowTile<'_> {
 
     /// `out = acc / l`, each row's queries side by side.
     fn finish(&self, state: &Partial, out: Vec<&mut [f32]>) {
-        let (dim, width) = (self.view.layout.head_dim, self.view.layout.width());
+        let (dim, width) = (self.view.layout.k_dim, self.view.layout.width());
         for (row, out) in out.into_iter().enumerate() {
             for (head, out) in out.chunks_exact_mut(dim).enumerate() {
                 let i = row * self.group + head;
                 for (out, acc) in out.iter_mut().zip(&state.acc[i * width..]) {
-                    *out = acc / state.l[i] * self.view.scales.v;
+                    *out = acc / state.l[i] * self.view.v_scale(self.head);
                 }
             }
         }

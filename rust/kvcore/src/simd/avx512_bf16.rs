@@ -22,7 +22,7 @@ static FP8_TO_BF16: [[u8; 128]; 2] = {
     let mut table = [[0; 128]; 2];
     let mut code = 0;
     while code < 128 {
-        let bits = crate::storage::fp8::e4m3_to_bf16_bits(code as u8);
+        let bits = crate::formats::fp8::e4m3_to_bf16_bits(code as u8);
         table[0][code] = bits as u8;
         table[1][code] = (bits >> 8) as u8;
         code += 1;

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::vector::{LANES, Simd, Work};
-use crate::storage::fp8;
+use crate::formats::fp8;
 
 /// Runs on every CPU.
 #[derive(Clone, Copy, Debug)]

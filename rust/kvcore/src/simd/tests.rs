@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::*;
-use crate::storage::fp8;
+use crate::formats::fp8;
 
 /// Checks that do not depend on rounding must be bitwise equal to plain arithmetic on every level.
 struct Suite;
