@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use crate::attention::{self, Rows};
+use crate::attention::{self, Call, Mask, Rows};
 use crate::paging::{self, BlockCopy, BlockId, BlockManager, HashFn, ManagerConfig, PagingStats, SeqId};
 use crate::simd::Level;
 use crate::storage::{KvDtype, KvStore, Layout, Scales};
@@ -187,10 +187,14 @@ impl KvCache {
             )));
         }
         let scale = scale.unwrap_or_else(|| (self.store.layout().k_dim as f32).sqrt().recip());
-        let rows: Vec<Rows<'_>> =
-            batch.plan.rows.iter().map(|r| Rows { blocks: &r.blocks, start: r.start, len: r.len }).collect();
-        let view = self.store.layer(layer);
-        attention::attend(self.level, &self.threads, view, &rows, num_q_heads, scale, q, out, should_stop)
+        let rows: Vec<Rows<'_>> = batch
+            .plan
+            .rows
+            .iter()
+            .map(|r| Rows { blocks: &r.blocks, start: r.start, len: r.len, mask: Mask::Causal })
+            .collect();
+        let call = Call { view: self.store.layer(layer), rows: &rows, num_q_heads, scale, q };
+        attention::attend(self.level, &self.threads, &call, out, should_stop)
     }
 
     /// Mark the planned tokens as computed and make their full blocks findable.
