@@ -1,6 +1,6 @@
 //! Number formats as the kernels see them: how one step of a sum is loaded and multiplied.
 //!
-//! f32 and f16 take one value a step and 16 lanes; bf16 and fp8 take two (a pair of dimensions, tokens or inputs
+//! f32 and f16 take one value a step and 16 lanes; bf16, fp8 and int8 take two (a pair of dimensions, tokens or inputs
 //! side by side), because bf16 dot-product instructions add two products at once.
 #![forbid(unsafe_code)]
 
@@ -45,6 +45,13 @@ pub struct Bf16;
 /// OCP fp8 e4m3 pairs, exactly widened to bf16; the other factor is rounded to bf16, sums are f32.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8E4M3;
+
+/// OCP fp8 e5m2 pairs, otherwise as e4m3.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8E5M2;
+/// Pairs of 8-bit integers, exactly widened to bf16; their scales are the caller's affair.
+#[derive(Clone, Copy, Debug)]
+pub struct Int8;
 
 macro_rules! single {
     ($name:ident, $elem:ty, $load:ident) => {
@@ -131,4 +138,6 @@ macro_rules! paired {
     };
 }
 paired!(Bf16, u16, pair_bf16);
-paired!(Fp8E4M3, u8, pair_fp8);
+paired!(Fp8E4M3, u8, pair_e4m3);
+paired!(Fp8E5M2, u8, pair_e5m2);
+paired!(Int8, i8, pair_int8);

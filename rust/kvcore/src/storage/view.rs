@@ -2,10 +2,8 @@
 #![forbid(unsafe_code)]
 
 use super::layout::{Layout, Strides, TILE};
-use crate::formats::int4::Group;
 use crate::formats::{KvDtype, ScaleMode};
 use crate::paging::BlockId;
-use crate::simd::Level;
 
 /// One layer of an arena.
 #[derive(Clone, Copy)]
@@ -83,28 +81,4 @@ impl<'a> LayerView<'a> {
 
 fn token_scales(bytes: &[u8]) -> &[f32; TILE] {
     bytemuck::from_bytes(bytes)
-}
-
-/// An int4 K tile as the K tile of a bf16 layout: `[k_dim / 2][16 tokens][2]`, `16 * k_dim` values.
-pub fn expand_int4_k_tile(_: Level, view: &LayerView<'_>, block: BlockId, head: usize, tile: usize, out: &mut [u16]) {
-    let groups = view.k_groups(block, head, tile);
-    for (i, (&byte, out)) in view.k_tile(block, head, tile).iter().zip(out.as_chunks_mut::<2>().0).enumerate() {
-        let (dim, token) = (i / TILE * 2, i % TILE);
-        let [scale, minimum] = groups[dim / crate::formats::int4::GROUP].map(|tokens| tokens[token]);
-        let group = Group { scale, minimum };
-        *out = [group.decode_bits(byte & 0x0f), group.decode_bits(byte >> 4)];
-    }
-}
-
-/// An int4 V tile as the V tile of a bf16 layout: `[8 pairs of tokens][width][2]`, `16 * width` values. What lies beyond
-/// v_dim may be anything.
-pub fn expand_int4_v_tile(_: Level, view: &LayerView<'_>, block: BlockId, head: usize, tile: usize, out: &mut [u16]) {
-    let groups = view.v_groups(block, head, tile);
-    let width = view.layout.width();
-    for (i, (&byte, out)) in view.v_tile(block, head, tile).iter().zip(out.as_chunks_mut::<2>().0).enumerate() {
-        let (pair, dim) = (i / width, i % width);
-        let [scales, minima] = &groups[dim / crate::formats::int4::GROUP];
-        let group = |token: usize| Group { scale: scales[token], minimum: minima[token] };
-        *out = [group(2 * pair).decode_bits(byte & 0x0f), group(2 * pair + 1).decode_bits(byte >> 4)];
-    }
 }
