@@ -12,10 +12,9 @@ use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvcore::attention::{Call, Mask, Rows, attend};
-use kvcore::formats::KvDtype;
 use kvcore::paging::BlockId;
 use kvcore::simd::Level;
-use kvcore::storage::{KvStore, Layout, Scales};
+use kvcore::storage::{KvDtype, KvStore, Layout, Scales};
 use kvcore::threads::{NEVER, Threads, available};
 
 /// Heads and their widths.

@@ -9,10 +9,9 @@ use cases::cases;
 use half::bf16;
 use kvcore::attention::reference::Dense;
 use kvcore::attention::{Call, Mask, Rows, attend};
-use kvcore::formats::{KvDtype, ScaleMode};
 use kvcore::paging::BlockId;
 use kvcore::simd::Level;
-use kvcore::storage::{KvStore, Layout, Scales};
+use kvcore::storage::{KvDtype, KvStore, Layout, ScaleMode, Scales};
 use kvcore::threads::{NEVER, Threads};
 use proptest::prelude::*;
 
@@ -568,6 +567,33 @@ fn a_later_token_that_is_not_a_number_does_not_reach_back() {
             assert!(after[0].iter().all(|x| x.is_nan()), "{} {dtype}", level.name());
             fixture.fill_tokens(0, 39..40, 0.5);
         }
+    }
+}
+
+#[test]
+fn copies_take_every_layer() {
+    let layout = Layout {
+        num_layers: 3,
+        num_blocks: 4,
+        num_kv_heads: 2,
+        k_dim: 6,
+        v_dim: 6,
+        latent: false,
+        block_size: 16,
+        dtype: KvDtype::Bf16,
+        scale_mode: ScaleMode::Static,
+    };
+    let level = Level::best();
+    let mut store = KvStore::new(layout, Scales::unit(&layout)).unwrap();
+    let (src, dst) = (BlockId::new(3), BlockId::new(1));
+    for layer in 0..3 {
+        let k: Vec<f32> = (0..16 * 12).map(|i| (i + layer) as f32).collect();
+        store.write(level, layer, (0..16).map(|t| (src, t)), &k, Some(&k));
+    }
+    store.copy_block(src, dst);
+    for layer in 0..3 {
+        assert_eq!(store.read(level, layer, &[src], 16), store.read(level, layer, &[dst], 16));
+        assert_eq!(store.read(level, layer, &[BlockId::new(2)], 16).0, vec![0.0; 16 * 12]);
     }
 }
 

@@ -11,10 +11,9 @@
 
 use std::ops::Range;
 
-use crate::formats::KvDtype;
 use crate::paging::BlockId;
-use crate::simd::{Format, Level};
-use crate::storage::{LayerView, TILE, expand_int4_k_tile, expand_int4_v_tile};
+use crate::simd::{Format, Simd, Work};
+use crate::storage::{KvDtype, LayerView, TILE, expand_k_tile, expand_v_tile};
 
 /// Tokens of one chunk of the softmax.
 pub const CHUNK: usize = 256;
@@ -85,9 +84,9 @@ impl<'a> Context<'a> {
     }
 
     /// The tiles `tiles` of chunk `c`.
-    pub fn chunk<'b, F: Format>(
+    pub fn chunk<'b, S: Simd, F: Format>(
         &self,
-        level: Level,
+        s: S,
         c: usize,
         tiles: Range<usize>,
         buffers: &'b mut Buffers<F>,
@@ -95,40 +94,26 @@ impl<'a> Context<'a> {
     where
         'a: 'b,
     {
-        let (view, head, latent) = (self.view, self.head, self.view.layout.latent);
-        let (k_steps, v_steps) = self.steps::<F>();
+        let (view, head) = (self.view, self.head);
         let place = |t: usize| self.place(c * TILES + t);
-        if self.expands() {
-            for t in tiles.clone() {
-                let (block, tile) = place(t);
-                let k: &mut [u16] = bytemuck::cast_slice_mut(&mut buffers.k[t * k_steps..][..k_steps]);
-                expand_int4_k_tile(level, &view, block, head, tile, k);
-                if !latent {
-                    let v: &mut [u16] = bytemuck::cast_slice_mut(&mut buffers.v[t * v_steps..][..v_steps]);
-                    expand_int4_v_tile(level, &view, block, head, tile, v);
-                }
-            }
+        if !buffers.v.is_empty() {
+            s.run(Fill { context: self, c, tiles: tiles.clone(), buffers });
         }
+        let buffers: &'b Buffers<F> = buffers;
+        let (k_steps, v_steps) = self.steps::<F>();
         let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None };
-        for t in tiles.clone() {
+        for t in tiles {
             let (block, tile) = place(t);
-            chunk.k[t] = match self.expands() {
-                true => &buffers.k[t * k_steps..][..k_steps],
-                false => bytemuck::cast_slice(view.k_tile(block, head, tile)),
+            chunk.k[t] = match buffers.k.is_empty() {
+                true => bytemuck::cast_slice(view.k_tile(block, head, tile)),
+                false => &buffers.k[t * k_steps..][..k_steps],
             };
-            if latent {
-                turn::<F>(chunk.k[t], view.layout.v_dim, &mut buffers.v[t * v_steps..][..v_steps]);
-            }
-        }
-        let v: &'b [F::Raw] = &buffers.v;
-        for t in tiles.clone() {
-            let (block, tile) = place(t);
-            chunk.v[t] = match latent || self.expands() {
-                true => &v[t * v_steps..][..v_steps],
-                false => bytemuck::cast_slice(view.v_tile(block, head, tile)),
+            chunk.v[t] = match buffers.v.is_empty() {
+                true => bytemuck::cast_slice(view.v_tile(block, head, tile)),
+                false => &buffers.v[t * v_steps..][..v_steps],
             };
-            let token_scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
-            if let (Some(k), Some(v)) = token_scales {
+            let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
+            if let (Some(k), Some(v)) = scales {
                 const ONES: &[f32; TILE] = &[1.0; TILE];
                 let scales = chunk.scales.get_or_insert(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
                 (scales.k[t], scales.v[t]) = (k, v);
@@ -138,7 +123,42 @@ impl<'a> Context<'a> {
     }
 }
 
+/// Expand or turn the tiles of a chunk into the buffers.
+struct Fill<'a, F: Format> {
+    context: &'a Context<'a>,
+    c: usize,
+    tiles: Range<usize>,
+    buffers: &'a mut Buffers<F>,
+}
+
+impl<F: Format> Work for Fill<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Context { view, head, .. } = self.context;
+        let (k_steps, v_steps) = self.context.steps::<F>();
+        for t in self.tiles {
+            let (block, tile) = self.context.place(self.c * TILES + t);
+            let v = &mut self.buffers.v[t * v_steps..][..v_steps];
+            let k = if self.context.expands() {
+                let k = &mut self.buffers.k[t * k_steps..][..k_steps];
+                expand_k_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(k));
+                k
+            } else {
+                bytemuck::cast_slice(view.k_tile(block, *head, tile))
+            };
+            if view.layout.latent {
+                turn::<F>(k, view.layout.v_dim, v);
+            } else {
+                expand_v_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(v));
+            }
+        }
+    }
+}
+
 /// A K tile `[dims / STEP][16 tokens][STEP]` as the V tile `[16 / STEP][width][STEP]` of its first `dims` dimensions.
+#[inline(always)]
 fn turn<F: Format>(k: &[F::Raw], dims: usize, v: &mut [F::Raw]) {
     match size_of::<F::Raw>() / TILE / F::STEP {
         1 => turn_as::<u8>(F::STEP, bytemuck::cast_slice(k), dims, bytemuck::cast_slice_mut(v)),
@@ -147,6 +167,7 @@ fn turn<F: Format>(k: &[F::Raw], dims: usize, v: &mut [F::Raw]) {
     }
 }
 
+#[inline(always)]
 fn turn_as<E: Copy>(step: usize, k: &[E], dims: usize, v: &mut [E]) {
     let width = v.len() / TILE;
     if step == 1 {

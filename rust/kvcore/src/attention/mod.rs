@@ -17,10 +17,9 @@ mod tile;
 
 pub use mask::Mask;
 
-use crate::formats::KvDtype;
 use crate::paging::BlockId;
-use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Level, Simd, Work};
-use crate::storage::LayerView;
+use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
+use crate::storage::{KvDtype, LayerView};
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
 use chunk::Context;
@@ -85,8 +84,8 @@ pub fn attend(
         // int4 tiles are expanded to bf16.
         KvDtype::Bf16 | KvDtype::Int4 => call.run::<Bf16>(level, threads, out, should_stop),
         KvDtype::Fp8E4M3 => call.run::<Fp8E4M3>(level, threads, out, should_stop),
-        KvDtype::Fp8E5M2 => call.run::<Fp8E4M3>(level, threads, out, should_stop),
-        KvDtype::Int8 => call.run::<Fp8E4M3>(level, threads, out, should_stop),
+        KvDtype::Fp8E5M2 => call.run::<Fp8E5M2>(level, threads, out, should_stop),
+        KvDtype::Int8 => call.run::<Int8>(level, threads, out, should_stop),
     }
 }
 
@@ -232,22 +231,18 @@ enum Task<'a> {
 
 impl Task<'_> {
     fn run<F: Format>(self, level: Level) {
-        struct On<'a, F> {
-            task: Task<'a>,
-            level: Level,
-            format: std::marker::PhantomData<F>,
-        }
+        struct On<'a, F>(Task<'a>, std::marker::PhantomData<F>);
         impl<F: Format> Work for On<'_, F> {
             type Output = ();
             #[inline(always)]
             fn run<S: Simd>(self, s: S) {
-                match self.task {
-                    Task::Whole { tile, out } => tile.attend::<S, F>(s, self.level, out),
-                    Task::Chunks { tile, first, partials } => tile.some_chunks::<S, F>(s, self.level, first, partials),
+                match self.0 {
+                    Task::Whole { tile, out } => tile.attend::<S, F>(s, out),
+                    Task::Chunks { tile, first, partials } => tile.some_chunks::<S, F>(s, first, partials),
                 }
             }
         }
-        level.dispatch(On::<F> { task: self, level, format: std::marker::PhantomData });
+        level.dispatch(On::<F>(self, std::marker::PhantomData));
     }
 }
 

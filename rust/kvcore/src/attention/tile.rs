@@ -19,7 +19,7 @@ use std::ops::Range;
 
 use super::chunk::{Buffers, CHUNK, Chunk, Context};
 use super::mask::Mask;
-use crate::simd::{Format, LANES, Level, Simd, Work, math, tile as kernel};
+use crate::simd::{Format, LANES, Simd, Work, math, tile as kernel};
 use crate::storage::TILE;
 
 /// The largest number of queries that go through one register tile together.
@@ -118,25 +118,25 @@ impl RowTile<'_> {
     }
 
     /// Attend over the whole context; `out` has one `[group, v_dim]` slice for each row.
-    pub fn attend<S: Simd, F: Format>(&self, s: S, level: Level, out: Vec<&mut [f32]>) {
+    pub fn attend<S: Simd, F: Format>(&self, s: S, out: Vec<&mut [f32]>) {
         let mut scratch = self.scratch::<S, F>(s);
         let mut running = self.partial();
         let mut partial = self.partial();
         let chunks = self.chunks();
-        self.chunk(s, level, &mut scratch, chunks.start, &mut running);
+        self.chunk(s, &mut scratch, chunks.start, &mut running);
         for c in chunks.skip(1) {
-            self.chunk(s, level, &mut scratch, c, &mut partial);
+            self.chunk(s, &mut scratch, c, &mut partial);
             self.merge_chunk(s, c, &mut running, &partial);
         }
         self.finish(&running, out);
     }
 
     /// The partial results of the chunks from `first` on, one for each of `partials`.
-    pub fn some_chunks<S: Simd, F: Format>(&self, s: S, level: Level, first: usize, partials: &mut [Partial]) {
+    pub fn some_chunks<S: Simd, F: Format>(&self, s: S, first: usize, partials: &mut [Partial]) {
         let mut scratch = self.scratch::<S, F>(s);
         for (i, partial) in partials.iter_mut().enumerate() {
             *partial = self.partial();
-            self.chunk(s, level, &mut scratch, first + i, partial);
+            self.chunk(s, &mut scratch, first + i, partial);
         }
     }
 
@@ -186,12 +186,12 @@ impl RowTile<'_> {
     }
 
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
-    fn chunk<S: Simd, F: Format>(&self, s: S, level: Level, scratch: &mut Scratch<F>, c: usize, partial: &mut Partial) {
+    fn chunk<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<F>, c: usize, partial: &mut Partial) {
         let n = self.num_queries();
         let steps = self.context.view.layout.k_dim / F::STEP;
         let tiles = tiles_of(&within(c, self.sees()));
         let Scratch { queries, scores, weights, buffers } = scratch;
-        let chunk = self.context.chunk(level, c, tiles, buffers);
+        let chunk = self.context.chunk(s, c, tiles, buffers);
         let mut first = 0;
         while first < n {
             let m = tile_size::<S>(n - first);
