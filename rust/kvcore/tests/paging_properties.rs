@@ -602,10 +602,9 @@ impl World {
         let (block_size, computed) = (self.config.block_size, seq.computed.min(len));
         let missing = (0..self.num_groups()).any(|group| {
             let table = self.manager.block_table(seq.id, group).unwrap();
-            let first = self.first_seen(group, computed).min(computed);
-            let needed = first / block_size..computed.div_ceil(block_size);
-            let reads = first < computed || computed % block_size != 0;
-            reads && table[needed].iter().any(|block| block.is_none())
+            let returned = table.iter().take_while(|block| block.is_none()).count();
+            let window = self.config.groups[group].window.unwrap_or(1);
+            returned > 0 && computed < returned * block_size + window - 1
         });
         let promised = computed + self.config.max_rollback >= seq.last_start && computed >= seq.cached;
         let before = self.state();
@@ -861,7 +860,7 @@ impl World {
             assert_eq!(self.manager.free_blocks(group), self.config.groups[group].num_blocks);
         }
         assert_eq!((self.manager.stats().tokens, self.manager.cross_stats().used), (0, 0));
-        self.manager.set_now(Duration::from_secs(self.now + 100));
+        self.manager.set_now(Duration::from_secs(self.now + 1000));
         self.manager.check().unwrap();
         // Only what was meant to stay for ever is still there.
         assert!(self.published().iter().all(|(entry, _)| entry.retention.ttl.is_none()));
