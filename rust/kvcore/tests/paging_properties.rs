@@ -59,26 +59,26 @@ fn op() -> impl Strategy<Value = Op> {
         4 => (tokens(0..12usize), 0..3usize, prop::bool::weighted(0.9), some, prop::bool::weighted(0.1))
             .prop_map(|(tokens, salt, use_prefix, retention, broken)|
                 Op::Add { tokens, salt, use_prefix, retention, broken }),
-        6 => (any::<usize>(), 1..20usize, tokens(0..3)).prop_map(|(seq, len, more)| Op::AddLike { seq, len, more }),
-        12 => (any::<usize>(), tokens(0..6)).prop_map(|(seq, tokens)| Op::Append { seq, tokens }),
-        20 => (prop::collection::vec((any::<usize>(), 0..9usize), 0..4), prop::bool::weighted(0.1))
+        6 => (0..512usize, 1..20usize, tokens(0..3)).prop_map(|(seq, len, more)| Op::AddLike { seq, len, more }),
+        12 => (0..512usize, tokens(0..6)).prop_map(|(seq, tokens)| Op::Append { seq, tokens }),
+        20 => (prop::collection::vec((0..512usize, 0..9usize), 0..4), prop::bool::weighted(0.1))
             .prop_map(|(items, wild)| Op::Plan { items, wild }),
         16 => Just(Op::Commit { batch: 0 }),
         4 => (0..4usize).prop_map(|batch| Op::Commit { batch }),
-        4 => any::<usize>().prop_map(|seq| Op::Fork { seq }),
-        2 => (prop::collection::vec(any::<usize>(), 0..4), prop::collection::vec(0..5usize, 0..5))
+        4 => (0..512usize).prop_map(|seq| Op::Fork { seq }),
+        2 => (prop::collection::vec(0..512usize, 0..4), prop::collection::vec(0..5usize, 0..5))
             .prop_map(|(seqs, parents)| Op::Reorder { seqs, parents }),
-        6 => (any::<usize>(), 0..20usize).prop_map(|(seq, len)| Op::Truncate { seq, len }),
-        8 => any::<usize>().prop_map(|seq| Op::Free { seq }),
+        6 => (0..512usize, 0..20usize).prop_map(|(seq, len)| Op::Truncate { seq, len }),
+        8 => (0..512usize).prop_map(|seq| Op::Free { seq }),
         1 => Just(Op::Reset),
         2 => (0..4u64).prop_map(|seconds| Op::Advance { seconds }),
-        2 => (any::<usize>(), 0..20usize, retention()).prop_map(|(seq, len, retention)| Op::Mark { seq, len, retention }),
-        2 => (any::<usize>(), 0..20usize).prop_map(|(seq, len)| Op::Pin { seq, len }),
-        2 => any::<usize>().prop_map(|pin| Op::Unpin { pin }),
-        1 => (any::<usize>(), 0..9usize).prop_map(|(seq, len)| Op::Cross { seq, len }),
+        2 => (0..512usize, 0..20usize, retention()).prop_map(|(seq, len, retention)| Op::Mark { seq, len, retention }),
+        2 => (0..512usize, 0..20usize).prop_map(|(seq, len)| Op::Pin { seq, len }),
+        2 => (0..512usize).prop_map(|pin| Op::Unpin { pin }),
+        1 => (0..512usize, 0..9usize).prop_map(|(seq, len)| Op::Cross { seq, len }),
         1 => Just(Op::Save),
         1 => Just(Op::Load),
-        1 => (any::<usize>(), 0..3usize).prop_map(|(entry, group)| Op::Forget { entry, group }),
+        1 => (0..512usize, 0..3usize).prop_map(|(entry, group)| Op::Forget { entry, group }),
     ]
 }
 
@@ -743,7 +743,7 @@ impl World {
         }
         let place = entry.places[group];
         assert!(!self.published().iter().any(|(other, _)| other.places[group] == place));
-        if self.config.groups[group].window.is_none() {
+        if self.config.groups[group].window.is_none() && entry.tokens.len() == self.config.block_size {
             let below = |(other, more): &(PrefixEntry, Vec<u32>)| other.key == entry.key && more.starts_with(path);
             assert!(!self.published().iter().any(below));
         }
