@@ -3,7 +3,7 @@
 mod paging_store;
 
 use kvcore::Error;
-use kvcore::paging::{BlockId, BlockManager, BlockPool, ManagerConfig, SeqId};
+use kvcore::paging::{AddOptions, BlockId, BlockManager, BlockPool, Key, ManagerConfig, SeqId};
 use paging_store::{OneGroup, Store, run};
 
 fn manager(num_blocks: usize, block_size: usize) -> (BlockManager, Store) {
@@ -36,7 +36,7 @@ fn equal_hashes_for_everything_share_nothing_that_differs() {
     let mut same_block_twice = range(0, 16);
     same_block_twice.extend(range(0, 17));
     let mut seqs = vec![a];
-    for (tokens, cached) in [(range(1000, 48), 0), (second, 0), (third, 16), (same_block_twice, 16), (first, 32)] {
+    for (tokens, cached) in [(range(1000, 48), 0), (second, 3), (third, 20), (same_block_twice, 16), (first, 47)] {
         let (seq, hit) = prompt(&mut manager, &mut store, &tokens);
         assert_eq!(hit, cached);
         seqs.push(seq);
@@ -53,7 +53,8 @@ fn equal_hashes_for_everything_share_nothing_that_differs() {
 
 #[test]
 fn a_full_hit_leaves_a_token_to_compute() {
-    for (len, cached) in [(15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32)] {
+    for len in [1, 2, 15, 16, 17, 31, 32, 33] {
+        let cached = len - 1;
         let (mut manager, mut store) = manager(8, 16);
         assert_eq!(prompt(&mut manager, &mut store, &range(0, len)).1, 0);
         assert_eq!(prompt(&mut manager, &mut store, &range(0, len)).1, cached, "prompt of {len}");
@@ -63,15 +64,21 @@ fn a_full_hit_leaves_a_token_to_compute() {
 }
 
 #[test]
-fn other_salts_share_nothing() {
-    let (mut manager, _) = manager(64, 4);
-    let salts: [Option<&[u8]>; 4] = [None, Some(b""), Some(b"X"), Some(b"\0")];
+fn other_keys_share_nothing() {
+    let (mut manager, _) = manager(256, 4);
+    let parts: [Option<&[u8]>; 4] = [None, Some(b""), Some(b"X"), Some(b"\0")];
+    let keys = |part| {
+        let none = Key::default();
+        [Key { salt: part, ..none }, Key { adapter: part, ..none }, Key { extra: part, ..none }]
+    };
+    let mut keys: Vec<Key<'_>> = parts[1..].iter().flat_map(|&part| keys(part)).collect();
+    keys.extend([Key::default(), Key { salt: Some(b"X"), adapter: Some(b"X"), extra: None }]);
     let tokens = range(0, 9);
     for round in 0..2 {
-        for salt in salts {
-            let seq = manager.admit(&tokens, salt, true).unwrap();
+        for &key in &keys {
+            let seq = manager.add(&tokens, &AddOptions { key, ..AddOptions::default() }, &mut Vec::new()).unwrap();
             let cached = manager.num_cached_tokens(seq).unwrap();
-            assert_eq!(cached, 8 * round, "salt {salt:?}");
+            assert_eq!(cached, 8 * round, "{key:?}");
             let batch = manager.plan(&[(seq, 9 - cached)], &mut Vec::new()).unwrap();
             manager.commit(&batch).unwrap();
             manager.free(seq).unwrap();
@@ -111,15 +118,15 @@ fn a_reused_block_is_not_found_under_its_old_prefix() {
     let (mut manager, mut store) = manager(3, 4);
     let (a, _) = prompt(&mut manager, &mut store, &range(0, 9));
     manager.free(a).unwrap();
-    assert_eq!(manager.found(&range(0, 9), None).len(), 2);
-    // Two blocks: the one without a prefix is taken first, then the leaf; the parent stays.
+    assert_eq!(manager.known(&range(0, 10), None), 9);
+    // Two blocks: the leaf, then the one before it; the first stays.
     let (b, _) = prompt(&mut manager, &mut store, &range(100, 5));
-    assert_eq!(manager.found(&range(0, 9), None).len(), 1);
-    assert_eq!(manager.stats().evictions, 1);
+    assert_eq!(manager.known(&range(0, 10), None), 4);
+    assert_eq!(manager.stats().evictions, 2);
     manager.free(b).unwrap();
     let (_, cached) = prompt(&mut manager, &mut store, &range(200, 12));
-    assert_eq!((cached, manager.found(&range(0, 9), None).len()), (0, 0));
-    assert_eq!(manager.found(&range(100, 5), None).len(), 0);
+    assert_eq!((cached, manager.known(&range(0, 10), None)), (0, 0));
+    assert_eq!(manager.known(&range(100, 6), None), 0);
 }
 
 #[test]

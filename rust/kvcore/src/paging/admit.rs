@@ -23,6 +23,9 @@ use super::sequence::{SeqId, Sequence, Table};
 use super::transfer::Place;
 use crate::{Error, Result};
 
+/// Children of one node that are looked at when the nearest will not do.
+const MAX_CHILDREN: usize = 128;
+
 /// What a prompt would find.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
@@ -180,22 +183,43 @@ impl Blocks {
             trail.path.push(next.slot);
             at = next;
         }
-        let mut found = trail.path.len() * block_size;
-        let rest = &before_last[found..];
-        let has_windows = |node| (0..self.groups.len()).all(|group| self.index.place(node, group) != Place::Nowhere);
-        let best = self.index.best_match(at.slot, &rest[..rest.len().min(block_size)], has_windows);
-        if let Some((node, common)) = best {
-            trail.path.push(node);
-            found += common;
+        let (whole, at) = (trail.path.len(), at.slot);
+        let rest = &before_last[whole * block_size..];
+        let rest = &rest[..rest.len().min(block_size)];
+        let places = |node| (0..self.groups.len()).map(move |group| self.index.place(node, group));
+        let is_somewhere = |node| places(node).all(|place| place != Place::Nowhere);
+        let best = self.index.best_match(at, rest, is_somewhere);
+        let found = self.reachable_with(best, whole, block_size, trail);
+        if found > whole * block_size || self.is_plain() {
+            return found;
         }
-        self.reachable(found, block_size, trail)
+        // Another child may have what a window or the first tier lacks.
+        let is_here = |node| places(node).all(|place| matches!(place, Place::Block(_)));
+        let other = self.index.best_match_among(at, rest, MAX_CHILDREN, is_here);
+        if other.is_none() {
+            return found;
+        }
+        let more = self.reachable_with(other, whole, block_size, trail);
+        if more > found { more } else { self.reachable_with(best, whole, block_size, trail) }
+    }
+
+    /// Whether every group keeps all blocks in the first tier.
+    fn is_plain(&self) -> bool {
+        self.groups.iter().all(|group| group.window.is_none() && group.tier.is_none())
+    }
+
+    /// With this child behind the first `whole` nodes of the trail.
+    fn reachable_with(&self, child: Option<(u32, usize)>, whole: usize, block_size: usize, trail: &mut Trail) -> usize {
+        trail.path.truncate(whole);
+        let (node, common) = child.unzip();
+        trail.path.extend(node);
+        self.reachable(whole * block_size + common.unwrap_or(0), block_size, trail)
     }
 
     /// The most of `found` tokens for which every group has what it needs.
     fn reachable(&self, found: usize, block_size: usize, trail: &mut Trail) -> usize {
         let num_groups = self.groups.len();
-        let tiers = self.groups.iter().any(|group| group.tier.is_some());
-        if !tiers && self.groups.iter().all(|group| group.window.is_none()) {
+        if self.is_plain() {
             return found;
         }
         let Trail { path, runs, sums } = trail;

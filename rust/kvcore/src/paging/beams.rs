@@ -53,7 +53,10 @@ impl BlockManager {
             return Err(Error::InvalidArgument("parents: expected one or more, got none".into()));
         }
         if let Some(&parent) = parents.iter().find(|&&parent| parent >= seqs.len()) {
-            return Err(Error::InvalidArgument(format!("parents: expected 0 to {}, got {parent}", seqs.len() - 1)));
+            let known = seqs.len();
+            return Err(Error::InvalidArgument(format!(
+                "parents: expected a position in seqs, which has {known}, got {parent}"
+            )));
         }
         let mut used = vec![false; seqs.len()];
         let mut result = Vec::with_capacity(parents.len());

@@ -212,7 +212,14 @@ impl BlockManager {
         let last = (0..blocks.len()).rev().find_map(|position| Some((position, published(position)?)));
         if let Some((position, node)) = last {
             let (path, domain) = index.path(node);
-            let on_path = |position: usize| published(position).is_none_or(|n| n == path[path.len() - 1 - position]);
+            // A pinned node may have been left behind by a sibling that has its tokens and more.
+            let on_path = |position: usize| {
+                let at = path[path.len() - 1 - position];
+                published(position).is_none_or(|node| {
+                    let left_behind = || index.tokens(at).starts_with(index.tokens(node));
+                    node == at || (index.parent(node) == index.parent(at) && left_behind())
+                })
+            };
             if path.len() != position + 1 || domain != Some(&*sequence.domain) || !(0..=position).all(on_path) {
                 return fail("a published block at another place than in the index");
             }

@@ -6,12 +6,12 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use super::block::BlockId;
+use super::block::{BlockId, NIL};
 use super::blocks::Blocks;
 use super::manager::BlockManager;
 use super::prefix::Link;
 use super::retention::Retention;
-use super::sequence::{Mark, SeqId, Sequence};
+use super::sequence::{Mark, SeqId, Sequence, Table};
 use super::transfer::Place;
 use crate::{Error, Result};
 
@@ -120,7 +120,12 @@ impl BlockManager {
             (sequence.chained, sequence.link) = (0, Link::NONE);
             self.blocks.publish(sequence, block_size);
         }
-        let path = self.blocks.published_path(sequence, num_tokens, block_size);
+        let mut path = self.blocks.published_path(sequence, num_tokens, block_size);
+        if let Some(last) = path.last_mut()
+            && sequence.use_prefix
+        {
+            self.blocks.bring_home(sequence, last, block_size);
+        }
         if path.len() < num_tokens.div_ceil(block_size) || !sequence.use_prefix || sequence.era != self.era {
             return Err(Error::InvalidState("the sequence does not share its prefix: there is nothing to pin".into()));
         }
@@ -160,24 +165,61 @@ impl BlockManager {
 }
 
 impl Blocks {
+    /// The last, partial block of a sequence may be found in the second tier only, behind more tokens: then the
+    /// sequence's own block gets a node beside it.
+    fn bring_home(&mut self, sequence: &Sequence, last: &mut u32, block_size: usize) {
+        let start = sequence.chained * block_size;
+        let tokens = &sequence.tokens[start..sequence.computed];
+        let is_here = |blocks: &Self, node| {
+            (0..blocks.groups.len()).all(|group| matches!(blocks.index.place(node, group), Place::Block(_)))
+        };
+        let own = |(group, table): (usize, &Table)| {
+            let block = table.blocks[sequence.chained];
+            let pool = &self.groups[group].pool;
+            !block.is_none() && pool.node(block).is_none() && !pool.is_spoiled(block)
+        };
+        let parent = self.index.parent(*last);
+        let known = self.index.tokens(*last).len();
+        if is_here(self, *last)
+            || known <= tokens.len()
+            || parent.slot != self.chain_end(sequence)
+            || !sequence.tables.iter().enumerate().all(own)
+        {
+            return;
+        }
+        let class = self.index.class(*last);
+        self.classes.hold(class);
+        let node = self.index.insert(parent, tokens, class);
+        for (group, table) in sequence.tables.iter().enumerate() {
+            self.set_block(node.slot, group, table.blocks[sequence.chained]);
+        }
+        *last = node.slot;
+    }
+
+    /// The node below which a sequence's last, partial block belongs.
+    fn chain_end(&self, sequence: &Sequence) -> u32 {
+        match sequence.chained {
+            0 => self.index.root(&sequence.domain).map_or(NIL, |root| root.slot),
+            _ => sequence.link.slot,
+        }
+    }
+
     /// Nodes of the first `num_tokens` tokens of a sequence, as far as it has published them.
     fn published_path(&self, sequence: &Sequence, num_tokens: usize, block_size: usize) -> Vec<u32> {
         let num_tokens = num_tokens.min(sequence.computed);
-        let full = sequence.chained.min(num_tokens / block_size);
+        let chained = sequence.chained.min(num_tokens.div_ceil(block_size));
         let mut at = match sequence.chained {
             0 => self.index.root(&sequence.domain).unwrap_or(Link::NONE),
-            chained => self.index.ancestor(sequence.link, chained - full),
+            all => self.index.ancestor(sequence.link, all - chained),
         };
         let mut path = Vec::new();
         if !self.index.is_alive(at) {
             return path;
         }
-        let rest = &sequence.tokens[full * block_size..num_tokens];
-        if let Some(node) = Some(rest)
-            .filter(|rest| !rest.is_empty())
-            .and_then(|rest| self.index.starting_with(at.slot, &rest[..rest.len().min(block_size)]))
-        {
-            path.push(node);
+        let rest = sequence.tokens.get(chained * block_size..num_tokens).unwrap_or_default();
+        if !rest.is_empty() {
+            let rest = &rest[..rest.len().min(block_size)];
+            path.extend(self.index.starting_with(at.slot, rest));
         }
         while !self.index.is_root(at.slot) {
             path.push(at.slot);

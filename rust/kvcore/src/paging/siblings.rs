@@ -38,6 +38,33 @@ impl PrefixIndex {
         (best != NIL).then_some((best, len))
     }
 
+    /// The same among the `budget` children that are nearest in the tree: for when what `accept` takes is rare, so that
+    /// neighbours of the place where the query would stand do not suffice.
+    pub fn best_match_among(
+        &self,
+        parent: u32,
+        query: &[u32],
+        budget: usize,
+        accept: impl Fn(u32) -> bool,
+    ) -> Option<(u32, usize)> {
+        let (mut best, mut len) = (NIL, 0);
+        let mut open = vec![self.link_of((parent, CHILDREN))];
+        for _ in 0..budget {
+            let Some(at) = open.pop() else { break };
+            if at == NIL {
+                continue;
+            }
+            let known = self.tokens(at);
+            let common = known.iter().zip(query).take_while(|(a, b)| a == b).count();
+            if common > len && accept(at) {
+                (best, len) = (at, common);
+            }
+            let (near, far) = if known <= query { (MORE, LESS) } else { (LESS, MORE) };
+            open.extend([self.link_of((at, far)), self.link_of((at, near))]);
+        }
+        (best != NIL).then_some((best, len))
+    }
+
     /// The children with the greatest tokens below, and with the least not below `tokens`; [`NIL`] if there is none.
     pub fn neighbours(&self, parent: u32, tokens: &[u32]) -> (u32, u32) {
         let (mut below, mut above) = (NIL, NIL);
