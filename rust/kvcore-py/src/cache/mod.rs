@@ -109,7 +109,7 @@ impl PyKvCache {
     }
 
     fn retention(&self, ttl: &Ttl<'_>, priority: Option<Size<'_>>) -> PyResult<Option<Retention>> {
-        retention(ttl, priority, self.config.retention)
+        retention("ttl", ttl, priority, self.config.retention)
     }
 
     fn make_sequence(cache: &KvCache, id: SeqId) -> Result<PySequence> {
@@ -219,7 +219,7 @@ impl PyKvCache {
         config.max_pinned_fraction = max_pinned_fraction;
         config.spill_bytes = get("spill_bytes", spill_bytes)?.unwrap_or(0);
         config.fingerprint = fingerprint.into();
-        if let Some(retention) = retention(&prefix_ttl, None, config.retention)? {
+        if let Some(retention) = retention("prefix_ttl", &prefix_ttl, None, config.retention)? {
             config.retention = retention;
         }
         config.hash = if _equal_hashes { equal_hashes } else { hash_block };

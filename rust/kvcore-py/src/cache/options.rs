@@ -52,11 +52,12 @@ pub fn seconds(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Duration> {
 
 /// What was said of a prefix' retention, completed by the cache's defaults; `None` if nothing was said.
 pub fn retention(
+    name: &str,
     ttl: &Ttl<'_>,
     priority: Option<Size<'_>>,
     default: Retention,
 ) -> PyResult<Option<Retention>> {
-    let ttl = ttl.get("ttl")?;
+    let ttl = ttl.get(name)?;
     let priority = priority.map(|priority| self::priority(&priority)).transpose()?;
     if ttl.is_none() && priority.is_none() {
         return Ok(None);
@@ -125,7 +126,6 @@ pub fn set_scales(
     k_scale: Option<&Bound<'_, PyAny>>,
     v_scale: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
-    config.num_layers();
     if k_scale.is_none() && v_scale.is_none() {
         return Ok(());
     }
