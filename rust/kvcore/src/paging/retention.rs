@@ -61,6 +61,11 @@ pub(super) struct Class {
 }
 
 impl Class {
+    pub fn retention(&self) -> Retention {
+        let ttl = (self.ttl != u64::MAX).then(|| Duration::from_nanos(self.ttl));
+        Retention { ttl, priority: self.priority }
+    }
+
     pub fn expires(&self, released: u64) -> u64 {
         released.saturating_add(self.ttl)
     }
