@@ -519,6 +519,8 @@ impl World {
             }
         }
         self.manager.commit(batch).unwrap();
+        // A longer retention may have gone up to blocks that nobody holds.
+        self.renewed = self.now;
         let rows = rows.clone();
         let number = *number;
         for (id, n) in rows {
@@ -616,6 +618,7 @@ impl World {
             Ok(pin) => {
                 assert!((1..=seq.computed).contains(&len) && seq.use_prefix && seq.era == self.era);
                 self.pins.push((pin, seq.salt, seq.tokens[..len].to_vec()));
+                self.renewed = self.now;
             }
             Err(Error::InvalidArgument(_)) => assert!(len == 0 || len > seq.computed),
             Err(Error::InvalidState(_)) => {
@@ -828,6 +831,7 @@ impl World {
         }
         while let Some((pin, ..)) = self.pins.pop() {
             self.manager.unpin(pin).unwrap();
+            self.renewed = self.now;
             self.check();
         }
         for group in 0..self.num_groups() {

@@ -92,6 +92,10 @@ impl BlockManager {
             }
             needed
         });
+        if sequence.marks.iter().any(|mark| mark.num_tokens > num_tokens && classes.covers(mark.class, class)) {
+            classes.drop(class);
+            return Ok(());
+        }
         sequence.marks.push(Mark { num_tokens, class });
         if sequence.use_prefix && sequence.era == self.era {
             let path = self.blocks.published_path(sequence, num_tokens, self.config.block_size);
