@@ -158,7 +158,7 @@ impl BlockManager {
             let sequence = self.sequences.get_mut(row.seq)?;
             let end = sequence.computed + sequence.planned;
             for (group, table) in self.blocks.groups.iter_mut().zip(&sequence.tables) {
-                for index in (sequence.computed / block_size).max(table.returned)..table.blocks.len() {
+                for index in sequence.computed / block_size..table.blocks.len() {
                     group.pool.set_filled(table.blocks[index], block_size.min(end - index * block_size));
                 }
             }
@@ -209,7 +209,7 @@ impl BlockManager {
             table.blocks.truncate(blocks_after);
             table.returned = table.returned.min(blocks_after);
             let filled = computed % block_size;
-            if filled != 0 && !(sequence.borrowed && !ends_borrow) {
+            if filled != 0 && (ends_borrow || !sequence.borrowed) {
                 // The last block is cut. Only `plan` makes it writable; but nobody reads what its only holder gave up.
                 let last = table.blocks[blocks_after - 1];
                 if group.pool.ref_count(last) == 1 && group.pool.node(last).is_none() {
