@@ -158,7 +158,7 @@ impl BlockManager {
             let sequence = self.sequences.get_mut(row.seq)?;
             let end = sequence.computed + sequence.planned;
             for (group, table) in self.blocks.groups.iter_mut().zip(&sequence.tables) {
-                for index in sequence.computed / block_size..table.blocks.len() {
+                for index in (sequence.computed / block_size).max(table.returned)..table.blocks.len() {
                     group.pool.set_filled(table.blocks[index], block_size.min(end - index * block_size));
                 }
             }

@@ -17,6 +17,13 @@ pub struct SeqId {
     index: u32,
 }
 
+impl SeqId {
+    /// A number that no other sequence of its cache has or had.
+    pub const fn serial(self) -> u64 {
+        self.serial
+    }
+}
+
 /// The blocks of a sequence in one group.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Table {
