@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use memmap2::MmapMut;
 
-use super::layout::{Layout, Strides, TILE};
+use super::layout::{Layout, Places, TILE};
 use super::rows;
 use super::scales::Scales;
 use super::view::LayerView;
@@ -19,7 +19,6 @@ use crate::{Error, Result};
 /// The bytes of all blocks. Memory is reserved at once and becomes resident as blocks are first written.
 pub struct KvStore {
     layout: Layout,
-    strides: Strides,
     scales: Scales,
     arena: MmapMut,
     observed: Option<Observed>,
@@ -67,7 +66,7 @@ impl KvStore {
         // Fewer TLB misses on long contexts; a system without huge pages says no, which is no error.
         #[cfg(target_os = "linux")]
         let _ = arena.advise(memmap2::Advice::HugePage);
-        Ok(Self { layout, strides: layout.strides(), scales, arena, observed: None })
+        Ok(Self { layout, scales, arena, observed: None })
     }
 
     /// The shape.
@@ -108,10 +107,10 @@ impl KvStore {
         let heads = self.layout.num_kv_heads;
         let target = Target {
             layout: self.layout,
-            strides: self.strides,
+            places: self.layout.places(layer),
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            bytes: &mut self.arena[layer * self.strides.layer..],
+            bytes: &mut self.arena,
         };
         with_codec!(
             self.layout.dtype,
@@ -141,10 +140,10 @@ impl KvStore {
         let heads = self.layout.num_kv_heads;
         LayerView {
             layout: self.layout,
-            strides: self.strides,
+            places: self.layout.places(layer),
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            bytes: &self.arena[layer * self.strides.layer..],
+            bytes: &self.arena,
         }
     }
 
@@ -154,14 +153,18 @@ impl KvStore {
         let l = &self.layout;
         let mut k = vec![0.0; num_tokens * l.num_kv_heads * l.k_dim];
         let mut v = vec![0.0; num_tokens * l.num_kv_heads * l.v_dim];
-        let view = self.layer(layer);
-        let (k_out, v_out) = (&mut k[..], &mut v[..]);
-        with_codec!(
-            l.dtype,
-            |C| level.dispatch(Read::<C> { view, blocks, k: k_out, v: v_out, codec: PhantomData }),
-            int4: level.dispatch(ReadInt4 { view, blocks, k: k_out, v: v_out })
-        );
+        self.read_into(level, layer, blocks, &mut k, &mut v);
         (k, v)
+    }
+
+    /// [`Self::read`] into the caller's memory, whose length says how many tokens.
+    pub fn read_into(&self, level: Level, layer: usize, blocks: &[BlockId], k: &mut [f32], v: &mut [f32]) {
+        let view = self.layer(layer);
+        with_codec!(
+            self.layout.dtype,
+            |C| level.dispatch(Read::<C> { view, blocks, k, v, codec: PhantomData }),
+            int4: level.dispatch(ReadInt4 { view, blocks, k, v })
+        );
     }
 
     /// Begin to observe what is written, from nothing, or stop.
@@ -182,28 +185,26 @@ impl KvStore {
     /// format has it): tests poison it, to show that nothing unwritten is read.
     #[doc(hidden)]
     pub fn fill(&mut self, value: f32) {
-        let (l, s) = (self.layout, self.strides);
+        let l = self.layout;
+        let per_token = l.scale_mode == ScaleMode::PerTokenHead;
         for block in 0..l.num_blocks {
-            for head in self.arena[l.block(block)].chunks_exact_mut(s.head) {
-                let (values, scales) = head.split_at_mut(s.k_scales);
-                let per_token = l.scale_mode == ScaleMode::PerTokenHead;
-                with_codec!(
-                    l.dtype,
-                    |C| {
-                        let code = C::encode(if per_token { 1.0 } else { value }, 1.0);
-                        bytemuck::cast_slice_mut::<_, <C as Codec>::Elem>(values).fill(code);
-                        bytemuck::cast_slice_mut::<_, f32>(scales).fill(value);
-                    },
-                    int4: {
-                        values.fill(0x55);
-                        for group in scales.chunks_exact_mut(4 * TILE) {
-                            let group: &mut [u16] = bytemuck::cast_slice_mut(group);
-                            group[..TILE].fill(0);
-                            group[TILE..].fill(if value.is_infinite() { 0x7c00 } else { f32_to_f16(value) });
-                        }
+            let (tiles, scales) = l.parts(block);
+            with_codec!(
+                l.dtype,
+                |C| {
+                    let code = C::encode(if per_token { 1.0 } else { value }, 1.0);
+                    bytemuck::cast_slice_mut::<_, <C as Codec>::Elem>(&mut self.arena[tiles]).fill(code);
+                    bytemuck::cast_slice_mut::<_, f32>(&mut self.arena[scales]).fill(value);
+                },
+                int4: {
+                    self.arena[tiles].fill(0x55);
+                    for group in self.arena[scales].chunks_exact_mut(4 * TILE) {
+                        let group: &mut [u16] = bytemuck::cast_slice_mut(group);
+                        group[..TILE].fill(0);
+                        group[TILE..].fill(if value.is_infinite() { 0x7c00 } else { f32_to_f16(value) });
                     }
-                );
-            }
+                }
+            );
         }
     }
 }
@@ -223,7 +224,7 @@ impl Observed {
 /// One layer of an arena, to be written.
 struct Target<'a> {
     layout: Layout,
-    strides: Strides,
+    places: Places,
     k_scales: &'a [f32],
     v_scales: &'a [f32],
     bytes: &'a mut [u8],
@@ -233,7 +234,7 @@ impl Target<'_> {
     /// Store one token's row of K or V in one head: beside it goes its scale, where each row has its own.
     #[inline(always)]
     fn put<C: Codec>(&mut self, block: usize, head: usize, token: usize, row: &[f32], is_v: bool) {
-        let (s, tile, token) = (&self.strides, token / TILE, token % TILE);
+        let (s, tile, token) = (&self.places, token / TILE, token % TILE);
         let (place, scale_place, scale) = match is_v {
             false => (s.k_tile(block, head, tile), s.k_tile_scales(block, head, tile), self.k_scales[head]),
             true => (s.v_tile(block, head, tile), s.v_tile_scales(block, head, tile), self.v_scales[head]),
@@ -256,12 +257,12 @@ impl Target<'_> {
     /// The same as int4.
     #[inline(always)]
     fn put_int4(&mut self, block: usize, head: usize, token: usize, row: &[f32], is_v: bool) {
-        let (s, tile, token) = (&self.strides, token / TILE, token % TILE);
+        let (s, tile, token) = (&self.places, token / TILE, token % TILE);
         let (place, groups) = match is_v {
             false => (s.k_tile(block, head, tile), s.k_tile_scales(block, head, tile)),
             true => (s.v_tile(block, head, tile), s.v_tile_scales(block, head, tile)),
         };
-        // The groups lie behind all tiles.
+        // Scales lie behind all tiles of the block.
         let (tiles, rest) = self.bytes.split_at_mut(groups.start);
         let groups: &mut [u16] = bytemuck::cast_slice_mut(&mut rest[..groups.len()]);
         match is_v {
