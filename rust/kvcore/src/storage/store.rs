@@ -154,14 +154,18 @@ impl KvStore {
         let l = &self.layout;
         let mut k = vec![0.0; num_tokens * l.num_kv_heads * l.k_dim];
         let mut v = vec![0.0; num_tokens * l.num_kv_heads * l.v_dim];
-        let view = self.layer(layer);
-        let (k_out, v_out) = (&mut k[..], &mut v[..]);
-        with_codec!(
-            l.dtype,
-            |C| level.dispatch(Read::<C> { view, blocks, k: k_out, v: v_out, codec: PhantomData }),
-            int4: level.dispatch(ReadInt4 { view, blocks, k: k_out, v: v_out })
-        );
+        self.read_into(level, layer, blocks, &mut k, &mut v);
         (k, v)
+    }
+
+    /// [`Self::read`] into the caller's memory, whose length says how many tokens.
+    pub fn read_into(&self, level: Level, layer: usize, blocks: &[BlockId], k: &mut [f32], v: &mut [f32]) {
+        let view = self.layer(layer);
+        with_codec!(
+            self.layout.dtype,
+            |C| level.dispatch(Read::<C> { view, blocks, k, v, codec: PhantomData }),
+            int4: level.dispatch(ReadInt4 { view, blocks, k, v })
+        );
     }
 
     /// Begin to observe what is written, from nothing, or stop.
