@@ -79,8 +79,10 @@ class Live:
     open: Planned | None = None
     """Its latest plan, as long as nothing has outdated it."""
     freed: bool = False
-    encoder: tuple[int, set[int]] = (0, frozenset())  # type: ignore[assignment]
-    """Tokens of its encoder and the layers that are written, shared with its forks."""
+    encoder: bytes = b""
+    """Digest of its encoder's input, if it has any."""
+    reach: int = 0
+    """Tokens that were computed when it was last planned: a rollback is counted from there."""
 
     def extend(self, tokens: Iterable[int], nonce: int) -> None:
         """More tokens; ``nonce`` makes those of a sequence that shares with nobody unlike all others."""
@@ -92,7 +94,7 @@ class Live:
     def branch(self, handle: Sequence) -> Live:
         """The model of a fork."""
         return Live(handle, [*self.tokens], self.key, self.shares, self.family, self.era, self.ttl, [*self.digests],
-                    self.computed, self.borrowed, encoder=self.encoder)  # fmt: skip
+                    self.computed, self.borrowed, encoder=self.encoder, reach=self.reach)  # fmt: skip
 
     def cut(self, num_tokens: int) -> None:
         del self.tokens[num_tokens:], self.digests[num_tokens:]
@@ -150,11 +152,15 @@ class Index:
                  and len(e.tokens) % self.block_size == 0 and of.tokens[: len(e.tokens)] == e.tokens]  # fmt: skip
         return [*chain, block]
 
-    def path(self, key: Key, tokens: list[int]) -> list[int]:
-        """The blocks of a published prefix; of several last ones the first in the order of tokens."""
+    def path(self, key: Key, tokens: list[int], num_tokens: int) -> list[int]:
+        """The blocks of the first ``num_tokens`` of a published prefix.
+
+        Its whole blocks, and of those that begin with the rest the first in the order of tokens.
+        """
         size, path = self.block_size, []
-        for start in range(0, len(tokens), size):
-            part = tuple(tokens[: start + size])
+        for start in range(0, num_tokens, size):
+            whole = start + size <= len(tokens)
+            part = tuple(tokens[: start + size] if whole else tokens[:num_tokens])
             found = [(e.tokens, b) for b, e in self.entries.items()
                      if e.key == key and self.start(b) == start and e.tokens[: len(part)] == part]  # fmt: skip
             if not found:
