@@ -168,6 +168,14 @@ class Index:
             path.append(min(found)[1])
         return path
 
+    def is_left_behind(self, block: int) -> bool:
+        """Whether another block holds its tokens and more."""
+        of, start = self.entries[block], self.start(block)
+        return any(
+            b != block and e.key == of.key and self.start(b) == start and e.tokens[: len(of.tokens)] == of.tokens
+            for b, e in self.entries.items()
+        )
+
     def check(self) -> None:
         size = self.block_size
         for block, entry in self.entries.items():

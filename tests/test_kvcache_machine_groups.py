@@ -441,7 +441,9 @@ class KVGroupsMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.cache.reset_prefix_cache()
-        self.published = [(p.key, p.tokens) for p in self.pins]
+        # A pin keeps whole blocks: what others published in them stays, too.
+        self.published = [(p.key, tokens[: -(-len(p.tokens) // B) * B]) for p in self.pins
+                          for key, tokens in self.published if key == p.key and common(tokens, p.tokens)]  # fmt: skip
         self.era += 1
         self.forgot = self.forgot or bool(self.pins)
         self.sync()
