@@ -79,7 +79,7 @@ fn formats() -> impl Iterator<Item = (KvDtype, ScaleMode)> {
 }
 
 /// What a row becomes by the formats' own functions.
-fn truth(l: &Layout, row: &[f32], scale: f32) -> Vec<f32> {
+fn truth(l: &Layout, row: &[f32], scale: f32, group: usize) -> Vec<f32> {
     fn values<C: Codec>(l: &Layout, row: &[f32], scale: f32) -> Vec<f32> {
         let scale = if l.scale_mode == ScaleMode::PerTokenHead { C::row_scale(row) } else { scale };
         row.iter().map(|&x| C::decode(C::encode(x, scale), scale)).collect()
@@ -92,7 +92,7 @@ fn truth(l: &Layout, row: &[f32], scale: f32) -> Vec<f32> {
         KvDtype::Fp8E5M2 => values::<codec::Fp8E5M2>(l, row, scale),
         KvDtype::Int8 => values::<codec::Int8>(l, row, scale),
         KvDtype::Int4 => row
-            .chunks(int4::GROUP)
+            .chunks(group)
             .flat_map(|row| {
                 let group = int4::Group::of(row);
                 row.iter().map(move |&x| group.decode(group.encode(x)))
@@ -126,8 +126,8 @@ fn round_trip(l: Layout, level: Level, random: &mut Random) -> usize {
                 let head = layer * l.num_kv_heads + i % l.num_kv_heads;
                 let expected = match (is_v, l.latent) {
                     (true, true) => k_read[i * l.k_dim..][..dim].to_vec(),
-                    (true, false) => truth(&l, written, scales.v[head]),
-                    (false, _) => truth(&l, written, scales.k[head]),
+                    (true, false) => truth(&l, written, scales.v[head], int4::V_GROUP),
+                    (false, _) => truth(&l, written, scales.k[head], int4::K_GROUP),
                 };
                 for d in 0..dim {
                     assert!(
