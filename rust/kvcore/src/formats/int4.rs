@@ -149,6 +149,6 @@ mod tests {
 
     #[test]
     fn groups_of_a_head() {
-        assert_eq!([2, 24, 32, 34, 64, 80, 128, 576].map(groups), [1, 1, 1, 2, 2, 3, 4, 18]);
+        assert_eq!([2, 24, 32, 34, 64, 80, 128, 576].map(|dims| groups(dims, 32)), [1, 1, 1, 2, 2, 3, 4, 18]);
     }
 }
