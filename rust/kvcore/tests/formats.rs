@@ -271,11 +271,9 @@ fn stored_bytes_depend_on_the_token_alone() {
         let tokens: Vec<(Vec<f32>, Vec<f32>)> =
             (0..l.block_size).map(|_| (row(&mut random, l.k_dim), row(&mut random, l.v_dim))).collect();
         let block = BlockId::new(1);
-        let flat = |of: fn(&(Vec<f32>, Vec<f32>)) -> &Vec<f32>| -> Vec<f32> {
-            tokens.iter().flat_map(|t| of(t).iter().copied()).collect()
-        };
         let mut together = KvStore::new(l, Scales::unit(&l)).unwrap();
-        let (k, v) = (flat(|t| &t.0), flat(|t| &t.1));
+        let k: Vec<f32> = tokens.iter().flat_map(|(k, _)| k.iter().copied()).collect();
+        let v: Vec<f32> = tokens.iter().flat_map(|(_, v)| v.iter().copied()).collect();
         together.write(Level::available()[0], 0, (0..l.block_size).map(|t| (block, t)), &k, Some(&v));
         for level in Level::available() {
             let mut alone = KvStore::new(l, Scales::unit(&l)).unwrap();
