@@ -9,8 +9,8 @@ pub(super) const NIL: u32 = u32::MAX;
 pub struct BlockId(u32);
 
 impl BlockId {
-    /// "No block here": the entry of a table whose block was returned. Its index lies outside of every pool.
-    pub const NONE: BlockId = BlockId(NIL);
+    /// No block: what a table says where a window's block was returned.
+    pub const NONE: Self = Self(NIL);
 
     /// The block with this index.
     pub const fn new(index: u32) -> Self {
