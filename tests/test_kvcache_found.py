@@ -112,3 +112,16 @@ def test_scales_of_one_cache_fit_another_of_the_same_groups() -> None:
     other = KVCache(groups=groups, num_blocks=4, dtype="fp8_e4m3", num_threads=1,
                     k_scale=cache.k_scale, v_scale=cache.v_scale)  # fmt: skip
     np.testing.assert_array_equal(other.k_scale, cache.k_scale)
+
+
+def test_which_of_two_equal_blocks_is_borrowed_does_not_depend_on_chance() -> None:
+    """Two continuations of a prefix are as good as each other: the same calls take the same one in every cache."""
+    taken = set()
+    for _ in range(20):
+        cache = KVCache(num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=8, dtype="float32", num_threads=1)
+        seqs = [computed(cache, [*range(10), 50 + tail]) for tail in range(3)]
+        tables = [cache.block_table(seq) for seq in seqs]
+        hit = cache.add([*range(10), 40, 41])
+        assert hit.num_cached_tokens == 10
+        taken.add(tables.index(cache.block_table(hit)))
+    assert len(taken) == 1

@@ -25,14 +25,16 @@ impl PrefixIndex {
     /// The child of `parent` with the longest common beginning with `query` that `accept` takes, and its length.
     pub fn best_match(&self, parent: u32, query: &[u32], accept: impl Fn(u32) -> bool) -> Option<(u32, usize)> {
         let mut at = self.link_of((parent, CHILDREN));
-        let (mut best, mut len) = (NIL, 0);
+        let (mut best, mut len, mut best_is_greater) = (NIL, 0, false);
         while at != NIL {
             let known = self.tokens(at);
             let common = known.iter().zip(query).take_while(|(a, b)| a == b).count();
-            if common > len && accept(at) {
-                (best, len) = (at, common);
-            }
             let greater = common < known.len() && (common == query.len() || known[common] > query[common]);
+            // Of equally good ones the nearest that is greater, or else the nearest: whatever the tree's shape.
+            let better = common > len || (common > 0 && common == len && (greater || !best_is_greater));
+            if better && accept(at) {
+                (best, len, best_is_greater) = (at, common, greater);
+            }
             at = self.link_of((at, if greater { LESS } else { MORE }));
         }
         (best != NIL).then_some((best, len))
@@ -56,7 +58,8 @@ impl PrefixIndex {
             }
             let known = self.tokens(at);
             let common = known.iter().zip(query).take_while(|(a, b)| a == b).count();
-            if common > len && accept(at) {
+            let better = common > len || (common > 0 && common == len && known < self.tokens(best));
+            if better && accept(at) {
                 (best, len) = (at, common);
             }
             let (near, far) = if known <= query { (MORE, LESS) } else { (LESS, MORE) };
