@@ -258,6 +258,13 @@ impl Layout {
 }
 
 impl Strides {
+    /// Where one layer of a block lies in the arena.
+    #[inline(always)]
+    pub const fn layer_of(&self, block: usize, layer: usize) -> Range<usize> {
+        let start = block * self.block + layer * self.layer;
+        start..start + self.layer
+    }
+
     /// Where a K tile lies, from a layer's start in its first block.
     #[inline(always)]
     pub const fn k_tile(&self, block: usize, head: usize, tile: usize) -> Range<usize> {

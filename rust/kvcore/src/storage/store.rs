@@ -3,8 +3,7 @@
 
 use std::marker::PhantomData;
 
-use memmap2::MmapMut;
-
+use super::arena::{Arena, Frozen};
 use super::layout::{Layout, Strides, TILE};
 use super::rows;
 use super::scales::Scales;
@@ -21,7 +20,7 @@ pub struct KvStore {
     layout: Layout,
     strides: Strides,
     scales: Scales,
-    arena: MmapMut,
+    arena: Arena,
     observed: Option<Observed>,
 }
 
@@ -58,15 +57,12 @@ impl KvStore {
     pub fn new(layout: Layout, scales: Scales) -> Result<Self> {
         let layout = layout.checked()?;
         let bytes = layout.total_bytes();
-        let arena = MmapMut::map_anon(bytes).map_err(|e| Error::OutOfMemory {
+        let arena = Arena::new(bytes).map_err(|e| Error::OutOfMemory {
             bytes,
             what: "the KV cache's blocks",
             reason: e.to_string(),
         })?;
         let scales = scales.checked(&layout)?;
-        // Fewer TLB misses on long contexts; a system without huge pages says no, which is no error.
-        #[cfg(target_os = "linux")]
-        let _ = arena.advise(memmap2::Advice::HugePage);
         Ok(Self { layout, strides: layout.strides(), scales, arena, observed: None })
     }
 
@@ -111,29 +107,35 @@ impl KvStore {
             strides: self.strides,
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            bytes: &mut self.arena[layer * self.strides.layer..],
+            layer,
         };
+        let arena = &mut self.arena;
         with_codec!(
             self.layout.dtype,
-            |C| level.dispatch(Write::<C, _> { target, slots, k, v, codec: PhantomData }),
-            int4: level.dispatch(WriteInt4 { target, slots, k, v })
+            |C| level.dispatch(Write::<C, _> { arena, target, slots, k, v, codec: PhantomData }),
+            int4: level.dispatch(WriteInt4 { arena, target, slots, k, v })
         );
     }
 
     /// Copy a block with all its layers.
     pub fn copy_block(&mut self, src: BlockId, dst: BlockId) {
         let dst = self.layout.block(dst.index()).start;
-        self.arena.copy_within(self.layout.block(src.index()), dst);
+        self.arena.copy(self.layout.block(src.index()), dst);
     }
 
     /// A block's bytes in all layers, as they are stored: what another arena of the same layout can take over.
     pub fn block_bytes(&self, block: BlockId) -> &[u8] {
-        &self.arena[self.layout.block(block.index())]
+        &self.arena.bytes()[self.layout.block(block.index())]
     }
 
     /// A block's bytes in all layers, to be overwritten as a whole.
     pub fn block_bytes_mut(&mut self, block: BlockId) -> &mut [u8] {
-        &mut self.arena[self.layout.block(block.index())]
+        self.arena.get_mut(self.layout.block(block.index()))
+    }
+
+    /// Keep one layer of a block as it is, and its memory, for a reader who outlives this borrow.
+    pub fn freeze(&mut self, block: BlockId, layer: usize) -> Frozen {
+        self.arena.freeze(self.strides.layer_of(block.index(), layer))
     }
 
     /// One layer's bytes, for attention.
@@ -144,7 +146,7 @@ impl KvStore {
             strides: self.strides,
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            bytes: &self.arena[layer * self.strides.layer..],
+            bytes: &self.arena.bytes()[layer * self.strides.layer..],
         }
     }
 
@@ -179,12 +181,16 @@ impl KvStore {
     }
 
     /// Overwrite all values and scales of the arena, written or not, so that `value` is read everywhere (as far as the
-    /// format has it): tests poison it, to show that nothing unwritten is read.
+    /// format has it), but for blocks of which something is frozen: tests poison it, to show that nothing unwritten is
+    /// read.
     #[doc(hidden)]
     pub fn fill(&mut self, value: f32) {
         let (l, s) = (self.layout, self.strides);
-        for block in 0..l.num_blocks {
-            for head in self.arena[l.block(block)].chunks_exact_mut(s.head) {
+        for block in (0..l.num_blocks).map(|block| l.block(block)) {
+            if self.arena.is_frozen(&block) {
+                continue;
+            }
+            for head in self.arena.get_mut(block).chunks_exact_mut(s.head) {
                 let (values, scales) = head.split_at_mut(s.k_scales);
                 let per_token = l.scale_mode == ScaleMode::PerTokenHead;
                 with_codec!(
@@ -220,33 +226,34 @@ impl Observed {
     }
 }
 
-/// One layer of an arena, to be written.
+/// One layer of an arena, to be written block by block: the `bytes` of its functions are those of this layer in the
+/// block.
 struct Target<'a> {
     layout: Layout,
     strides: Strides,
     k_scales: &'a [f32],
     v_scales: &'a [f32],
-    bytes: &'a mut [u8],
+    layer: usize,
 }
 
 impl Target<'_> {
     /// Store one token's row of K or V in one head: beside it goes its scale, where each row has its own.
     #[inline(always)]
-    fn put<C: Codec>(&mut self, block: usize, head: usize, token: usize, row: &[f32], is_v: bool) {
+    fn put<C: Codec>(&self, bytes: &mut [u8], head: usize, token: usize, row: &[f32], is_v: bool) {
         let (s, tile, token) = (&self.strides, token / TILE, token % TILE);
         let (place, scale_place, scale) = match is_v {
-            false => (s.k_tile(block, head, tile), s.k_tile_scales(block, head, tile), self.k_scales[head]),
-            true => (s.v_tile(block, head, tile), s.v_tile_scales(block, head, tile), self.v_scales[head]),
+            false => (s.k_tile(0, head, tile), s.k_tile_scales(0, head, tile), self.k_scales[head]),
+            true => (s.v_tile(0, head, tile), s.v_tile_scales(0, head, tile), self.v_scales[head]),
         };
         let scale = match self.layout.scale_mode {
             ScaleMode::Static => scale,
             ScaleMode::PerTokenHead => {
                 let scale = C::row_scale(row);
-                bytemuck::cast_slice_mut::<_, f32>(&mut self.bytes[scale_place])[token] = scale;
+                bytemuck::cast_slice_mut::<_, f32>(&mut bytes[scale_place])[token] = scale;
                 scale
             }
         };
-        let tile: &mut [C::Elem] = bytemuck::cast_slice_mut(&mut self.bytes[place]);
+        let tile: &mut [C::Elem] = bytemuck::cast_slice_mut(&mut bytes[place]);
         match is_v {
             false => rows::put_k::<C>(row, scale, tile, token),
             true => rows::put_v::<C>(row, scale, tile, self.layout.width(), token),
@@ -255,14 +262,14 @@ impl Target<'_> {
 
     /// The same as int4.
     #[inline(always)]
-    fn put_int4(&mut self, block: usize, head: usize, token: usize, row: &[f32], is_v: bool) {
+    fn put_int4(&self, bytes: &mut [u8], head: usize, token: usize, row: &[f32], is_v: bool) {
         let (s, tile, token) = (&self.strides, token / TILE, token % TILE);
         let (place, groups) = match is_v {
-            false => (s.k_tile(block, head, tile), s.k_tile_scales(block, head, tile)),
-            true => (s.v_tile(block, head, tile), s.v_tile_scales(block, head, tile)),
+            false => (s.k_tile(0, head, tile), s.k_tile_scales(0, head, tile)),
+            true => (s.v_tile(0, head, tile), s.v_tile_scales(0, head, tile)),
         };
         // The groups lie behind all tiles.
-        let (tiles, rest) = self.bytes.split_at_mut(groups.start);
+        let (tiles, rest) = bytes.split_at_mut(groups.start);
         let groups: &mut [u16] = bytemuck::cast_slice_mut(&mut rest[..groups.len()]);
         match is_v {
             false => rows::put_k_int4(row, &mut tiles[place], groups, token),
@@ -273,6 +280,7 @@ impl Target<'_> {
 
 /// Store rows in a format of single values.
 struct Write<'a, C, I> {
+    arena: &'a mut Arena,
     target: Target<'a>,
     slots: I,
     k: &'a [f32],
@@ -284,17 +292,18 @@ impl<C: Codec, I: Iterator<Item = (BlockId, usize)>> Work for Write<'_, C, I> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, _: S) {
+    fn run<S: Simd>(self, _: S) {
         let l = self.target.layout;
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
         for (block, token) in self.slots {
+            let bytes = self.arena.get_mut(self.target.strides.layer_of(block.index(), self.target.layer));
             for head in 0..l.num_kv_heads {
                 if let Some(row) = k.next() {
-                    self.target.put::<C>(block.index(), head, token, row, false);
+                    self.target.put::<C>(bytes, head, token, row, false);
                 }
                 if let Some(row) = v.as_mut().and_then(Iterator::next) {
-                    self.target.put::<C>(block.index(), head, token, row, true);
+                    self.target.put::<C>(bytes, head, token, row, true);
                 }
             }
         }
@@ -303,6 +312,7 @@ impl<C: Codec, I: Iterator<Item = (BlockId, usize)>> Work for Write<'_, C, I> {
 
 /// Store rows as int4.
 struct WriteInt4<'a, I> {
+    arena: &'a mut Arena,
     target: Target<'a>,
     slots: I,
     k: &'a [f32],
@@ -313,17 +323,18 @@ impl<I: Iterator<Item = (BlockId, usize)>> Work for WriteInt4<'_, I> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, _: S) {
+    fn run<S: Simd>(self, _: S) {
         let l = self.target.layout;
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
         for (block, token) in self.slots {
+            let bytes = self.arena.get_mut(self.target.strides.layer_of(block.index(), self.target.layer));
             for head in 0..l.num_kv_heads {
                 if let Some(row) = k.next() {
-                    self.target.put_int4(block.index(), head, token, row, false);
+                    self.target.put_int4(bytes, head, token, row, false);
                 }
                 if let Some(row) = v.as_mut().and_then(Iterator::next) {
-                    self.target.put_int4(block.index(), head, token, row, true);
+                    self.target.put_int4(bytes, head, token, row, true);
                 }
             }
         }
