@@ -19,6 +19,7 @@ __all__ = [
     "Pin",
     "Sequence",
     "Threads",
+    "TileView",
     "__version__",
     "argmax",
     "available_simd",

@@ -10,6 +10,7 @@ mod rows;
 pub mod scales;
 pub mod spill;
 pub mod store;
+pub mod strided;
 pub mod view;
 
 pub use crate::formats::{KvDtype, ScaleMode, fp8};
@@ -20,4 +21,5 @@ pub use layout::{Layout, TILE};
 pub use scales::{Scales, check_scale};
 pub use spill::SpillFile;
 pub use store::KvStore;
+pub use strided::{Strided, TileArrays};
 pub use view::LayerView;
