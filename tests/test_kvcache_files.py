@@ -268,8 +268,9 @@ def test_the_second_tier_is_bounded(tmp_path: Path) -> None:
         cache.free(seq)
         assert cache.stats()["spilled"] <= 2
         cache.check()
-    with pytest.raises(CheckpointError):
-        make_cache(spill_dir=tmp_path / "missing", spill_bytes=10**6)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="spill_dir"):
+        make_cache(spill_dir=tmp_path / "file", spill_bytes=10**6)
     with pytest.raises(ValueError, match="spill_bytes"):
         make_cache(spill_dir=tmp_path, spill_bytes=10)
 

@@ -370,7 +370,7 @@ def test_groups_are_groups() -> None:
         KVCache(groups=[KVGroup("full", [0])], num_layers=2, num_kv_heads=1, head_dim=2, num_blocks=4, num_threads=1)
     with pytest.raises(InvalidArgument, match="head_dim"):
         KVCache(groups=[KVGroup("full", [0], num_kv_heads=1)], num_blocks=4, num_threads=1)
-    with pytest.raises(TypeError, match="num_blocks"):
+    with pytest.raises(TypeError, match="num_blocks: expected an integer"):
         KVCache(num_layers=1, num_kv_heads=1, head_dim=2)
     group = KVGroup("sliding_window", (2, 0), num_kv_heads=1, head_dim=4, window=7)
     assert repr(group) == "KVGroup('sliding_window', [2, 0], num_kv_heads=1, head_dim=4, window=7)"

@@ -525,7 +525,7 @@ class KVCache:
         """Forget all cached prefixes but pinned ones; sequences keep their blocks."""
 
     def stats(self) -> dict[str, Any]:
-        """Counts over all groups (but cross), and under ``groups`` those of each.
+        """Counts over all groups, and under ``groups`` those of each, of kind cross last.
 
         Blocks: ``total`` = ``used`` (held by sequences or views) + ``cached`` (held by none, findable, ``pinned`` ones
         among them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in ``slots`` of
@@ -547,7 +547,7 @@ class KVCache:
         """Which block holds what now: ``kvcore.viz.block_map`` draws it.
 
         ``block_size``; ``groups``: dicts with kind, layers, window, num_blocks and for each block ``refs``, ``filled``
-        (tokens) and ``state`` (0 vacant, 1 used, 2 cached, 3 pinned); ``sequences``: dicts with id, num_tokens,
+        (tokens), ``pins`` (0 or 1) and ``state`` (0 vacant, 1 used, 2 cached, 3 pinned); ``sequences``: dicts with id, num_tokens,
         num_computed, num_cached, token_ids, ``tables`` (block ids for each group, -1 for returned ones), ``cross`` (blocks of
         the encoder's memory) and cross_tokens; ``copies``: the last block copies, [group, source, destination].
         """

@@ -6,7 +6,7 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, criterion_group, criterion_main};
 use kvcore::Result;
-use kvcore::paging::{AddOptions, BlockManager, BlockPool, ManagerConfig, SeqId};
+use kvcore::paging::{AddOptions, BlockManager, BlockPool, GroupConfig, ManagerConfig, SeqId};
 
 const POOLS: [usize; 3] = [1_000, 100_000, 1_000_000];
 const BLOCK_SIZE: usize = 16;
@@ -71,12 +71,13 @@ fn manager(c: &mut Criterion) {
         let seq = add(&mut manager, &prompt).unwrap();
         compute(&mut manager, seq);
         manager.free(seq).unwrap();
-        let mut copies = Vec::new();
+        let mut moves = Vec::new();
         group.bench_function(BenchmarkId::new("add + plan + free, 8192 tokens cached", num_blocks), |b| {
             b.iter(|| {
                 let seq = add(&mut manager, black_box(&prompt)).unwrap();
-                assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8192 - BLOCK_SIZE);
-                black_box(manager.plan(&[(seq, BLOCK_SIZE)], &mut copies).unwrap());
+                assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8191);
+                black_box(manager.plan(&[(seq, 1)], &mut moves).unwrap());
+                moves.clear();
                 manager.free(seq).unwrap();
             });
         });
@@ -92,7 +93,7 @@ fn manager(c: &mut Criterion) {
                     },
                     |prompt| {
                         let seq = add(&mut manager, &prompt).unwrap();
-                        assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8192 - BLOCK_SIZE);
+                        assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8191);
                         manager.free(seq).unwrap();
                         prompt
                     },
@@ -140,7 +141,7 @@ fn decode(c: &mut Criterion) {
             compute(&mut manager, seq);
             items.push((seq, 1));
         }
-        let mut copies = Vec::new();
+        let mut moves = Vec::new();
         let mut token = 0;
         group.bench_function(format!("{num_seqs} sequences of {len} tokens"), |b| {
             b.iter(|| {
@@ -148,7 +149,7 @@ fn decode(c: &mut Criterion) {
                 for &(seq, _) in &items {
                     manager.append(seq, &[token]).unwrap();
                 }
-                let batch = manager.plan(&items, &mut copies).unwrap();
+                let batch = manager.plan(&items, &mut moves).unwrap();
                 manager.commit(&batch).unwrap();
                 // Every length stays near `len`, however often this runs.
                 if token % 64 == 0 {
@@ -162,5 +163,51 @@ fn decode(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, pool, manager, decode);
+/// One prompt's continuation differs from 100,000 others': the child with the longest common beginning is wanted.
+fn siblings(c: &mut Criterion) {
+    const CHILDREN: u32 = 100_000;
+    let mut manager = BlockManager::new(ManagerConfig::new(2 * CHILDREN as usize, BLOCK_SIZE)).unwrap();
+    let word = |n: u32| (0..BLOCK_SIZE as u32).map(move |i| n.wrapping_mul(0x9E37_79B9) >> (2 * i) & 3);
+    for n in 0..CHILDREN {
+        let prompt: Vec<u32> = tokens(0, BLOCK_SIZE).into_iter().chain(word(n)).collect();
+        let seq = add(&mut manager, &prompt).unwrap();
+        compute(&mut manager, seq);
+        manager.free(seq).unwrap();
+    }
+    let mut group = c.benchmark_group("siblings");
+    let mut n = CHILDREN;
+    group.bench_function(format!("add + free below {CHILDREN} children, part of a block cached"), |b| {
+        b.iter(|| {
+            n = n.wrapping_add(1);
+            let prompt: Vec<u32> = tokens(0, BLOCK_SIZE).into_iter().chain(word(n)).chain([9]).collect();
+            let seq = add(&mut manager, black_box(&prompt)).unwrap();
+            assert!(manager.num_cached_tokens(seq).unwrap() > BLOCK_SIZE);
+            manager.free(seq).unwrap();
+        });
+    });
+    group.finish();
+}
+
+/// A layer group that keeps all tokens beside one with a window.
+fn windows(c: &mut Criterion) {
+    let groups = [None, Some(1024)].map(|window| GroupConfig { num_blocks: 10_000, window });
+    let config = ManagerConfig { groups: groups.to_vec(), ..ManagerConfig::new(1, BLOCK_SIZE) };
+    let mut manager = BlockManager::new(config).unwrap();
+    let prompt = tokens(0, 8192);
+    let seq = add(&mut manager, &prompt).unwrap();
+    compute(&mut manager, seq);
+    manager.free(seq).unwrap();
+    let mut moves = Vec::new();
+    c.bench_function("two groups, one with a window: add + plan + free, 8192 tokens cached", |b| {
+        b.iter(|| {
+            let seq = add(&mut manager, black_box(&prompt)).unwrap();
+            assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8191);
+            black_box(manager.plan(&[(seq, 1)], &mut moves).unwrap());
+            moves.clear();
+            manager.free(seq).unwrap();
+        });
+    });
+}
+
+criterion_group!(benches, pool, manager, decode, siblings, windows);
 criterion_main!(benches);

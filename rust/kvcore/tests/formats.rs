@@ -414,3 +414,35 @@ fn token_scales_are_those_of_the_rows() {
         }
     }
 }
+
+/// A block's bytes are all there is to it: another arena that takes them over reads the same.
+#[test]
+fn blocks_move_as_bytes() {
+    for dtype in KvDtype::ALL {
+        let mode = dtype.default_scale_mode();
+        let l = Layout { num_layers: 3, num_blocks: 5, block_size: 16, ..layout(dtype, mode, 34, 20) };
+        let level = Level::best();
+        let mut store = KvStore::new(l, Scales::unit(&l)).unwrap();
+        let src = BlockId::new(4);
+        for layer in 0..3 {
+            let k: Vec<f32> = (0..16 * 2 * 34).map(|i| ((i * (layer + 1)) as f32).sin()).collect();
+            let v: Vec<f32> = (0..16 * 2 * 20).map(|i| ((i * (layer + 1)) as f32).cos()).collect();
+            store.write(level, layer, (0..16).map(|t| (src, t)), &k, Some(&v));
+        }
+        let mut other = KvStore::new(Layout { num_blocks: 2, ..l }, Scales::unit(&l)).unwrap();
+        assert_eq!(store.block_bytes(src).len(), l.bytes_per_token() * 16);
+        other.block_bytes_mut(BlockId::new(1)).copy_from_slice(store.block_bytes(src));
+        store.copy_block(src, BlockId::new(0));
+        for layer in 0..3 {
+            let expected = store.read(level, layer, &[src], 16);
+            assert!(expected.0.iter().any(|&x| x != 0.0));
+            assert_eq!(store.read(level, layer, &[BlockId::new(0)], 16), expected, "{dtype}");
+            assert_eq!(other.read(level, layer, &[BlockId::new(1)], 16), expected, "{dtype}");
+            // Nobody else was touched.
+            for block in [1, 2, 3] {
+                let (k, v) = store.read(level, layer, &[BlockId::new(block)], 16);
+                assert!(k.iter().chain(&v).all(|&x| x == 0.0), "{dtype}");
+            }
+        }
+    }
+}

@@ -117,7 +117,7 @@ struct Seq {
     cached: usize,
     /// Number of the newest plan, and whether it may still be committed.
     plan: Option<(usize, bool)>,
-    /// Where the newest plan that succeeded began.
+    /// The furthest that a plan of it began.
     last_start: usize,
     /// What the store must return for each computed token.
     written: Vec<Slot>,
@@ -436,7 +436,7 @@ impl World {
             assert_eq!((row.seq, row.start, row.len), (seq.id, seq.computed, n));
             assert_eq!(row.cross_tokens, seq.cross.unwrap_or(0));
             seq.plan = Some((self.plans, true));
-            seq.last_start = seq.computed;
+            seq.last_start = seq.last_start.max(seq.computed);
             if seq.computed == 0 {
                 seq.era = self.era;
             }
@@ -480,42 +480,16 @@ impl World {
                 }
             }
         }
-        let pinned: HashSet<(usize, BlockId)> = self.pinned_blocks();
         of.iter()
             .enumerate()
             .map(|(group, counts)| {
                 let infos = self.manager.group_snapshot(group);
                 let free = |(block, count): (&BlockId, &usize)| {
-                    infos[block.index()].refs == *count && !pinned.contains(&(group, *block))
+                    infos[block.index()].refs == *count && !infos[block.index()].pinned
                 };
                 counts.iter().filter(|&entry| free(entry)).count()
             })
             .collect()
-    }
-
-    /// Blocks of what is pinned: those in the published list on the way of a pin that its group needs.
-    fn pinned_blocks(&self) -> HashSet<(usize, BlockId)> {
-        let published = self.published();
-        let mut blocks = HashSet::new();
-        for (_, salt, tokens) in &self.pins {
-            let key = OwnedKey::from(Key { salt: SALTS[*salt], ..Key::default() });
-            for (entry, path) in published.iter().filter(|(entry, _)| entry.key == key) {
-                let start = path.len() - entry.tokens.len();
-                if start < tokens.len()
-                    && tokens[..path.len().min(tokens.len())] == path[..path.len().min(tokens.len())]
-                {
-                    for (group, place) in entry.places.iter().enumerate() {
-                        let first = self.first_seen(group, tokens.len()) / self.config.block_size;
-                        if let Place::Block(block) = place
-                            && start / self.config.block_size >= first
-                        {
-                            blocks.insert((group, *block));
-                        }
-                    }
-                }
-            }
-        }
-        blocks
     }
 
     fn commit(&mut self, which: usize) {
@@ -545,6 +519,8 @@ impl World {
             }
         }
         self.manager.commit(batch).unwrap();
+        // A longer retention may have gone up to blocks that nobody holds.
+        self.renewed = self.now;
         let rows = rows.clone();
         let number = *number;
         for (id, n) in rows {
@@ -642,6 +618,7 @@ impl World {
             Ok(pin) => {
                 assert!((1..=seq.computed).contains(&len) && seq.use_prefix && seq.era == self.era);
                 self.pins.push((pin, seq.salt, seq.tokens[..len].to_vec()));
+                self.renewed = self.now;
             }
             Err(Error::InvalidArgument(_)) => assert!(len == 0 || len > seq.computed),
             Err(Error::InvalidState(_)) => {
@@ -854,6 +831,7 @@ impl World {
         }
         while let Some((pin, ..)) = self.pins.pop() {
             self.manager.unpin(pin).unwrap();
+            self.renewed = self.now;
             self.check();
         }
         for group in 0..self.num_groups() {

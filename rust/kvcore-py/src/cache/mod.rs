@@ -711,7 +711,7 @@ fn whole(num_layers: Option<usize>, defaults: Defaults) -> PyResult<PyKvGroup> {
         ("num_blocks", defaults.num_blocks),
     ];
     if let Some((name, _)) = needed.iter().find(|(_, value)| value.is_none()) {
-        return Err(PyTypeError::new_err(format!("KVCache: missing {name} (or groups)")));
+        return Err(PyTypeError::new_err(format!("{name}: expected an integer (or groups beside it), got None")));
     }
     let num_layers = num_layers.unwrap_or(0);
     if num_layers == 0 || num_layers > 1 << 16 {

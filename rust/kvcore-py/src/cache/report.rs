@@ -20,8 +20,11 @@ impl Counts {
         let stores = cache.stores();
         Ok(Self {
             all: cache.stats(),
-            groups: (0..stores.len()).map(|group| cache.manager().group_stats(group)).collect::<kvcore::Result<_>>()?,
-            block_bytes: stores.iter().map(|store| store.layout().block_bytes()).collect(),
+            groups: (0..stores.len())
+                .map(|group| cache.manager().group_stats(group))
+                .chain(cache.cross_store().map(|_| Ok(cache.manager().cross_stats())))
+                .collect::<kvcore::Result<_>>()?,
+            block_bytes: stores.iter().chain(cache.cross_store()).map(|store| store.layout().block_bytes()).collect(),
             nbytes: nbytes(cache),
         })
     }
@@ -39,7 +42,7 @@ impl Counts {
         dict.set_item("bytes_used", held(|stats| stats.used))?;
         dict.set_item("bytes_cached", held(|stats| stats.cached))?;
         let groups = PyList::empty(py);
-        for (stats, kind) in self.groups.iter().zip(kinds) {
+        for (stats, kind) in self.groups.iter().zip(kinds.iter().chain(&["cross"])) {
             let group = PyDict::new(py);
             group.set_item("kind", kind)?;
             fill(&group, stats)?;
@@ -155,6 +158,7 @@ impl Snapshot {
             let column = |value: fn(&BlockInfo) -> i32| PyArray1::from_iter(py, blocks.iter().map(value));
             group.set_item("refs", column(|block| block.refs as i32))?;
             group.set_item("filled", column(|block| block.filled as i32))?;
+            group.set_item("pins", column(|block| i32::from(block.pinned)))?;
             let state = |block: &BlockInfo| match block.state {
                 Occupancy::Vacant => 0u8,
                 Occupancy::Used => 1,

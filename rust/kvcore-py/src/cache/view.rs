@@ -30,6 +30,8 @@ pub struct PyTileView {
 struct Memory {
     view: Arc<TileView>,
     array: Strided,
+    /// Whether the array lies in the scales, otherwise in the tiles.
+    is_scale: bool,
     typestr: &'static str,
 }
 
@@ -38,7 +40,8 @@ impl Memory {
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
-        let address = self.view.bytes()[self.array.offset..].as_ptr().expose_provenance();
+        let bytes = if self.is_scale { self.view.scales() } else { self.view.tiles() };
+        let address = bytes[self.array.offset..].as_ptr().expose_provenance();
         dict.set_item("version", 3)?;
         // The address, and that it is not to be written to.
         dict.set_item("data", (address, true))?;
@@ -76,14 +79,14 @@ impl PyTileView {
     pub fn new(py: Python<'_>, view: TileView) -> PyResult<Self> {
         let numpy = py.import("numpy")?;
         let (arrays, view) = (view.arrays.clone(), Arc::new(view));
-        let array = |array: Strided, typestr: &'static str| -> PyResult<Bound<'_, PyAny>> {
-            let memory = Bound::new(py, Memory { view: Arc::clone(&view), array, typestr })?;
+        let array = |array: Strided, is_scale: bool, typestr: &'static str| -> PyResult<Bound<'_, PyAny>> {
+            let memory = Bound::new(py, Memory { view: Arc::clone(&view), array, is_scale, typestr })?;
             numpy.call_method1("asarray", (memory,))
         };
         let (typestr, shown) = types(view.dtype);
         let shown = shown.map(|name| py.import("ml_dtypes")?.getattr(name)).transpose()?;
         let values = |values: Strided| -> PyResult<Py<PyAny>> {
-            let array = array(values, typestr)?;
+            let array = array(values, false, typestr)?;
             Ok(match &shown {
                 Some(dtype) => array.call_method1("view", (dtype,))?.unbind(),
                 None => array.unbind(),
@@ -92,7 +95,7 @@ impl PyTileView {
         // Of each token, in the arena; or one for all tokens, which may change when there is no view: a copy.
         let scale = |own: Option<Strided>, shared: Option<&Vec<f32>>| -> PyResult<Option<Py<PyAny>>> {
             match (own, shared) {
-                (Some(own), _) => Ok(Some(array(own, FLOAT32)?.unbind())),
+                (Some(own), _) => Ok(Some(array(own, true, FLOAT32)?.unbind())),
                 (None, Some(shared)) => {
                     let array = PyArray1::from_slice(py, shared).into_any();
                     array.call_method1("setflags", (false,))?;
@@ -102,7 +105,7 @@ impl PyTileView {
             }
         };
         let has_v = arrays.v.is_some();
-        let (k_shared, v_shared) = view.scales.as_ref().map(|(k, v)| (k, v)).unzip();
+        let (k_shared, v_shared) = view.static_scales.as_ref().map(|(k, v)| (k, v)).unzip();
         Ok(Self {
             k: values(arrays.k)?,
             v: arrays.v.map(&values).transpose()?,

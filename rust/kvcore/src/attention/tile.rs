@@ -337,7 +337,9 @@ impl<F: Format, const M: usize, const B: usize> Work for Scores<'_, F, M, B> {
         let mut t = self.tiles.start;
         while t + B <= self.tiles.end {
             let mut panels = [self.chunk.k[t]; B];
-            panels.copy_from_slice(&self.chunk.k[t..t + B]);
+            for b in 1..B {
+                panels[b] = self.chunk.k[t + b];
+            }
             let acc = kernel::dot::<S, F, M, B>(s, panels, self.queries);
             for m in 0..M {
                 for b in 0..B {
@@ -354,6 +356,13 @@ impl<F: Format, const M: usize, const B: usize> Work for Scores<'_, F, M, B> {
             t += 1;
         }
     }
+}
+
+/// Lanes of tile `t` that are `visible` from `x`, the others from `other`.
+#[inline(always)]
+fn visible_lanes<S: Simd>(s: S, visible: &Range<usize>, t: usize, x: S::F32, other: S::F32) -> S::F32 {
+    let x = s.first_lanes(visible.end - t * TILE, x, other);
+    if t * TILE < visible.start { s.first_lanes(visible.start - t * TILE, other, x) } else { x }
 }
 
 /// Scores to softmax weights `exp(scale * score - max)` for the `visible` tokens. Returns the maximum (of the scores in
@@ -377,18 +386,13 @@ impl<F: Format> Work for Weights<'_, F> {
         let (visible, tiles) = (&self.visible, tiles_of(&self.visible));
         let scores = self.scores.as_chunks_mut::<LANES>().0;
         let scales = self.chunk.scales.as_ref();
-        // Lanes of tile `t` that are visible from `x`, the others from `other`.
-        let select = |t: usize, x: S::F32, other: S::F32| {
-            let x = s.first_lanes(visible.end - t * TILE, x, other);
-            if t * TILE < visible.start { s.first_lanes(visible.start - t * TILE, other, x) } else { x }
-        };
         let mut max = lowest;
         for t in tiles.clone() {
             let mut x = s.mul(s.load(&scores[t]), scale);
             if let Some(scales) = scales {
                 x = s.mul(x, s.load(scales.k[t]));
             }
-            x = select(t, x, lowest);
+            x = visible_lanes(s, visible, t, x, lowest);
             max = s.max(max, x);
             s.store(x, &mut scores[t]);
         }
@@ -400,7 +404,7 @@ impl<F: Format> Work for Weights<'_, F> {
             if let Some(scales) = scales {
                 sum = s.add(sum, x);
                 // Zero times the scale of a stale slot, which may be anything, is not zero.
-                x = F::round_coefs(s, select(t, s.mul(x, s.load(scales.v[t])), zero));
+                x = F::round_coefs(s, visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero));
             } else {
                 x = F::round_coefs(s, x);
                 sum = s.add(sum, x);

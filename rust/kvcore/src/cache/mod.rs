@@ -391,6 +391,8 @@ impl KvCache {
                 config.spill_bytes
             )));
         }
+        std::fs::create_dir_all(dir)
+            .map_err(|e| Error::Checkpoint(format!("spill_dir: {}: cannot be made: {e}", dir.display())))?;
         Ok((Some(SpillFile::create(dir, &sizes, slots)?), slots))
     }
 }

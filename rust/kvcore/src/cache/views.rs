@@ -38,13 +38,14 @@ impl Ended {
 #[derive(Debug)]
 pub struct TileView {
     // Before `_hold`, which is dropped after it: whoever gets the block then may write to it.
-    bytes: Frozen,
-    /// Where in the bytes is what.
+    tiles: Frozen,
+    scales: Frozen,
+    /// Where in the tiles (K and V) and in the scales is what.
     pub arrays: TileArrays,
     /// Format of K and V.
     pub dtype: KvDtype,
     /// Static scales of K and V for each head, where the format has them.
-    pub scales: Option<(Vec<f32>, Vec<f32>)>,
+    pub static_scales: Option<(Vec<f32>, Vec<f32>)>,
     /// Position of the first token.
     pub start: usize,
     /// Tokens, 1 to [`TILE`].
@@ -66,9 +67,14 @@ impl Drop for Hold {
 }
 
 impl TileView {
-    /// One layer's bytes of the block, in which `arrays` lie.
-    pub fn bytes(&self) -> &[u8] {
-        self.bytes.bytes()
+    /// One layer's tiles of the block, in which K and V lie.
+    pub fn tiles(&self) -> &[u8] {
+        self.tiles.bytes()
+    }
+
+    /// Their scales, in which those of each token lie.
+    pub fn scales(&self) -> &[u8] {
+        self.scales.bytes()
     }
 }
 
@@ -125,20 +131,22 @@ impl KvCache {
         // From here on the hold ends with this, whatever happens.
         let hold = Hold { id: held.id, ended: self.ended_views.clone() };
         let l = *store.layout();
-        let tokens = (held.filled - tile * TILE).min(TILE);
-        let Some(arrays) = l.tile_arrays(tile, tokens) else {
+        let shown = (held.filled - tile * TILE).min(TILE);
+        let Some(arrays) = l.tile_arrays(tile, shown) else {
             return Err(Error::InvalidArgument(format!("view: {} cannot be viewed", l.dtype)));
         };
         let heads = index_in_group * l.num_kv_heads..(index_in_group + 1) * l.num_kv_heads;
-        let scales = (l.dtype.is_fp8() && l.scale_mode == ScaleMode::Static)
+        let static_scales = (l.dtype.is_fp8() && l.scale_mode == ScaleMode::Static)
             .then(|| (store.scales().k[heads.clone()].to_vec(), store.scales().v[heads].to_vec()));
+        let (tiles, scales) = store.freeze(held.block, index_in_group);
         Ok(TileView {
-            bytes: store.freeze(held.block, index_in_group),
+            tiles,
+            scales,
             arrays,
             dtype: l.dtype,
-            scales,
+            static_scales,
             start: block * block_size + tile * TILE,
-            tokens,
+            tokens: shown,
             _hold: hold,
         })
     }

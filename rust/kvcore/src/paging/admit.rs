@@ -113,7 +113,7 @@ impl BlockManager {
     fn hold(&mut self, found: usize, len: usize, moves: &mut Vec<Move>) -> Result<Vec<Table>> {
         let Self { blocks, trail, config, .. } = self;
         let (block_size, count) = (config.block_size, found.div_ceil(config.block_size));
-        let borrowed = found % block_size != 0;
+        let borrowed = !found.is_multiple_of(block_size);
         let mut tables = Vec::with_capacity(blocks.groups.len());
         let mut spilled = false;
         for number in 0..blocks.groups.len() {

@@ -52,15 +52,6 @@ impl SlotId {
     }
 }
 
-/// A copy that sharing demands: all layers of `src` go to `dst` before anything is written to `dst` or `src`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct BlockCopy {
-    /// The block that is read.
-    pub src: BlockId,
-    /// The block that is overwritten; nobody else holds it.
-    pub dst: BlockId,
-}
-
 /// What the pool knows of one block. Kept together so that a random access costs one cache line.
 #[derive(Debug, Clone)]
 pub(super) struct BlockState {

@@ -212,7 +212,7 @@ impl BlockManager {
             table.blocks.truncate(blocks_after);
             table.returned = table.returned.min(blocks_after);
             let filled = computed % block_size;
-            if filled != 0 && !(sequence.borrowed && !ends_borrow) {
+            if filled != 0 && (ends_borrow || !sequence.borrowed) {
                 // The last block is cut. Only `plan` makes it writable; but nobody reads what its only holder gave up.
                 let last = table.blocks[blocks_after - 1];
                 if group.pool.ref_count(last) == 1 && group.pool.node(last).is_none() {

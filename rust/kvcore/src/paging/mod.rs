@@ -37,7 +37,7 @@ mod transfer;
 
 pub use admit::Found;
 pub use batch::{Batch, BatchSeq};
-pub use block::{BlockCopy, BlockId, SlotId};
+pub use block::{BlockId, SlotId};
 pub use config::{AddOptions, GroupConfig, ManagerConfig};
 pub use events::{Cause, Event, Events};
 pub use hash::{HashFn, hash_block};

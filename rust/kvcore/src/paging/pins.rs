@@ -11,7 +11,7 @@ use super::blocks::Blocks;
 use super::manager::BlockManager;
 use super::prefix::Link;
 use super::retention::Retention;
-use super::sequence::{Mark, SeqId, Sequence, Table};
+use super::sequence::{Mark, SeqId, Sequence};
 use super::transfer::Place;
 use crate::{Error, Result};
 
@@ -92,6 +92,10 @@ impl BlockManager {
             }
             needed
         });
+        if sequence.marks.iter().any(|mark| mark.num_tokens > num_tokens && classes.covers(mark.class, class)) {
+            classes.drop(class);
+            return Ok(());
+        }
         sequence.marks.push(Mark { num_tokens, class });
         if sequence.use_prefix && sequence.era == self.era {
             let path = self.blocks.published_path(sequence, num_tokens, self.config.block_size);
@@ -115,36 +119,50 @@ impl BlockManager {
                 "num_tokens: expected 1 to {computed}, the tokens with K and V, got {num_tokens}"
             )));
         }
+        let nothing = || Error::InvalidState("the sequence does not share its prefix: there is nothing to pin".into());
         if sequence.use_prefix && sequence.era == self.era {
             // From the root, so that others' nodes on the way get this sequence's blocks for what they have lost.
             (sequence.chained, sequence.link) = (0, Link::NONE);
             self.blocks.publish(sequence, block_size);
         }
-        let mut path = self.blocks.published_path(sequence, num_tokens, block_size);
-        if let Some(last) = path.last_mut()
-            && sequence.use_prefix
-        {
-            self.blocks.bring_home(sequence, last, block_size);
+        if !sequence.use_prefix || sequence.era != self.era {
+            return Err(nothing());
         }
-        if path.len() < num_tokens.div_ceil(block_size) || !sequence.use_prefix || sequence.era != self.era {
-            return Err(Error::InvalidState("the sequence does not share its prefix: there is nothing to pin".into()));
+        let mut path = self.blocks.published_path(sequence, num_tokens, block_size);
+        if path.len() < num_tokens.div_ceil(block_size) {
+            return Err(nothing());
+        }
+        if let Some(last) = path.last_mut() {
+            self.blocks.bring_home(sequence, last, block_size);
         }
         let mut blocks = Vec::new();
         for (number, group) in self.blocks.groups.iter().enumerate() {
-            let before = blocks.len();
-            let mut needed = 0;
             for &node in path.get(group.first_seen(num_tokens) / block_size..).unwrap_or_default() {
                 let Place::Block(block) = self.blocks.index.place(node, number) else {
                     return Err(Error::InvalidState(format!(
                         "a window's blocks of the first {num_tokens} tokens were given back"
                     )));
                 };
-                needed += usize::from(group.pool.pin_count(block) == 0);
                 blocks.push((number, block));
             }
+        }
+        if blocks.is_empty() {
+            // No window reaches back to it, but without any block there would be no node.
+            let place = |group| Some(self.blocks.index.place(*path.last()?, group));
+            blocks.extend((0..self.blocks.groups.len()).find_map(|group| match place(group)? {
+                Place::Block(block) => Some((group, block)),
+                _ => None,
+            }));
+        }
+        if blocks.is_empty() {
+            return Err(nothing());
+        }
+        for (number, group) in self.blocks.groups.iter().enumerate() {
+            let mine = || blocks.iter().filter(|(of, _)| *of == number);
+            let needed = mine().filter(|(_, block)| group.pool.pin_count(*block) == 0).count();
             let (pinned, total) = (group.pool.num_pinned(), group.pool.num_blocks());
             let limit = (self.config.max_pinned_fraction * total as f64) as usize;
-            if blocks.len() > before && pinned + needed > limit {
+            if mine().next().is_some() && pinned + needed > limit {
                 return Err(Error::PinLimit { needed, pinned, limit, total });
             }
         }
@@ -168,32 +186,32 @@ impl Blocks {
     /// The last, partial block of a sequence may be found in the second tier only, behind more tokens: then the
     /// sequence's own block gets a node beside it.
     fn bring_home(&mut self, sequence: &Sequence, last: &mut u32, block_size: usize) {
-        let start = sequence.chained * block_size;
-        let tokens = &sequence.tokens[start..sequence.computed];
-        let is_here = |blocks: &Self, node| {
-            (0..blocks.groups.len()).all(|group| matches!(blocks.index.place(node, group), Place::Block(_)))
-        };
-        let own = |(group, table): (usize, &Table)| {
-            let block = table.blocks[sequence.chained];
-            let pool = &self.groups[group].pool;
-            !block.is_none() && pool.node(block).is_none() && !pool.is_spoiled(block)
-        };
+        let position = sequence.chained;
         let parent = self.index.parent(*last);
-        let known = self.index.tokens(*last).len();
-        if is_here(self, *last)
-            || known <= tokens.len()
-            || parent.slot != self.chain_end(sequence)
-            || !sequence.tables.iter().enumerate().all(own)
-        {
+        let is_here = (0..self.groups.len()).all(|group| matches!(self.index.place(*last, group), Place::Block(_)));
+        if is_here || parent.slot != self.chain_end(sequence) || position * block_size >= sequence.computed {
             return;
         }
-        let class = self.index.class(*last);
-        self.classes.hold(class);
-        let node = self.index.insert(parent, tokens, class);
+        let tokens = &sequence.tokens[position * block_size..sequence.computed];
+        let own = self.blocks_at(sequence, position).find_map(|(group, block)| self.groups[group].pool.node(block));
+        let node = match own {
+            Some(own) if self.index.parent(own) == parent && tokens.starts_with(self.index.tokens(own)) => {
+                self.grow(sequence, position, own, tokens, block_size);
+                own
+            }
+            None if self.index.tokens(*last).len() > tokens.len() => {
+                let class = self.index.class(*last);
+                self.classes.hold(class);
+                self.index.insert(parent, tokens, class).slot
+            }
+            _ => return,
+        };
         for (group, table) in sequence.tables.iter().enumerate() {
-            self.set_block(node.slot, group, table.blocks[sequence.chained]);
+            if self.index.place(node, group) == Place::Nowhere {
+                self.set_block(node, group, table.blocks[position]);
+            }
         }
-        *last = node.slot;
+        *last = node;
     }
 
     /// The node below which a sequence's last, partial block belongs.
@@ -219,7 +237,9 @@ impl Blocks {
         let rest = sequence.tokens.get(chained * block_size..num_tokens).unwrap_or_default();
         if !rest.is_empty() {
             let rest = &rest[..rest.len().min(block_size)];
-            path.extend(self.index.starting_with(at.slot, rest));
+            let has_all = |node: &u32| self.index.parent(*node) == at && self.index.tokens(*node).starts_with(rest);
+            let own = self.blocks_at(sequence, chained).find_map(|(group, block)| self.groups[group].pool.node(block));
+            path.extend(own.filter(has_all).or_else(|| self.index.starting_with(at.slot, rest)));
         }
         while !self.index.is_root(at.slot) {
             path.push(at.slot);

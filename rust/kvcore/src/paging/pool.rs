@@ -249,9 +249,14 @@ impl BlockPool {
         self.states[block.index()].released
     }
 
-    /// As if the block, which nobody holds, had been released then.
+    /// As if the block, which nobody holds and which is published, had been released then. O(1) unless others of its
+    /// class were renewed while nobody held them.
     pub(super) fn set_released(&mut self, block: BlockId, released: u64) {
+        self.unshelve(block);
         self.states[block.index()].released = released;
+        let class = usize::from(self.states[block.index()].class);
+        self.evictable[class].insert_by_release(&mut self.states, block.raw());
+        self.count_shelved(class);
     }
 
     pub(super) fn pin_count(&self, block: BlockId) -> usize {
@@ -325,9 +330,13 @@ impl BlockPool {
                 self.evictable.resize(class + 1, FreeList::new());
             }
             self.evictable[class].push_back(&mut self.states, block.raw());
-            self.classes_in_use[class / 64] |= 1 << (class % 64);
-            self.num_evictable += 1;
+            self.count_shelved(class);
         }
+    }
+
+    fn count_shelved(&mut self, class: usize) {
+        self.classes_in_use[class / 64] |= 1 << (class % 64);
+        self.num_evictable += 1;
     }
 
     /// Takes a block that nobody holds off its list.
@@ -381,7 +390,7 @@ impl BlockPool {
         let lists = [(&self.vacant, None, false), (&self.idle_pinned, None, true)].into_iter();
         let classes = self.evictable.iter().enumerate().map(|(class, list)| (list, Some(class), false));
         for (list, class, pinned) in lists.chain(classes) {
-            let mut last = (0, 0);
+            let mut last = 0;
             list.check(&self.states, |block| {
                 let state = &self.states[block as usize];
                 let published = if pinned { state.node != NIL } else { class.is_some() };
@@ -395,10 +404,10 @@ impl BlockPool {
                 }
                 if class.is_some() {
                     num_evictable += 1;
-                    if (state.released, state.tick) < last || state.released > self.now || state.tick > self.ticks {
+                    if state.released < last || state.released > self.now || state.tick > self.ticks {
                         return Err(format!("block {block} is not in the order of release: {state:?}"));
                     }
-                    last = (state.released, state.tick);
+                    last = state.released;
                 }
                 Ok(())
             })?;

@@ -17,7 +17,7 @@ use super::blocks::Blocks;
 use super::events::Cause;
 use super::prefix::Link;
 use super::retention::ClassId;
-use super::sequence::Sequence;
+use super::sequence::{Sequence, Table};
 use super::transfer::Place;
 
 impl Blocks {
@@ -51,6 +51,8 @@ impl Blocks {
             }
             (position, at) = (position + 1, next);
         }
+        // A small window may have left no block for it.
+        self.prune(at.slot);
         (sequence.chained, sequence.link) = (position, if position == 0 { Link::NONE } else { at });
     }
 
@@ -68,17 +70,23 @@ impl Blocks {
             return None;
         }
         let tokens = &sequence.tokens[range.clone()];
-        let found = match range.len() == block_size {
-            true => self.index.find(at, tokens),
-            false => self.index.starting_with(at.slot, tokens).map(|slot| self.index.link(slot)),
-        };
         let own = self.blocks_at(sequence, position).find_map(|(group, block)| self.groups[group].pool.node(block));
+        let has_all = |node: &u32| self.index.parent(*node) == at && self.index.tokens(*node).starts_with(tokens);
+        let found = match own.filter(has_all) {
+            Some(own) => Some(own),
+            None if range.len() == block_size => self.index.find(at, tokens).map(|link| link.slot),
+            None => self.index.starting_with(at.slot, tokens),
+        };
         let (node, is_new) = match (found, own) {
             (Some(found), own) => {
-                if own != Some(found.slot) {
+                if own != Some(found) {
                     sequence.hangs = true;
-                    if let Some(own) = own.filter(|&own| !self.is_pinned(own)) {
-                        self.remove(own, Cause::Replaced);
+                    if let Some(own) = own.filter(|&own| tokens.starts_with(self.index.tokens(own))) {
+                        if !self.is_pinned(own) {
+                            self.remove(own, Cause::Replaced);
+                        } else if self.index.tokens(found).len() <= range.len() && !self.is_pinned(found) {
+                            self.take_over(sequence, position, own, found);
+                        }
                     }
                 }
                 (found, false)
@@ -88,27 +96,27 @@ impl Blocks {
                     return None;
                 }
                 self.grow(sequence, position, own, tokens, block_size);
-                (self.index.link(own), true)
+                (own, true)
             }
             (None, None) => {
                 self.classes.hold(class);
-                (self.index.insert(at, tokens, class), true)
+                (self.index.insert(at, tokens, class).slot, true)
             }
         };
-        self.give(sequence, position, node.slot);
-        self.raise(node.slot, class);
+        self.give(sequence, position, range.len(), node);
+        self.raise(node, class);
         if !self.index.is_root(at.slot) {
-            let class = self.index.class(node.slot);
+            let class = self.index.class(node);
             self.raise(at.slot, class);
         }
         if is_new {
-            self.replace_beginning(at, node.slot);
+            self.replace_beginning(at, node);
         }
-        Some(node)
+        Some(self.index.link(node))
     }
 
     /// The blocks of a sequence at one position of its tables.
-    fn blocks_at(&self, sequence: &Sequence, position: usize) -> impl Iterator<Item = (usize, BlockId)> {
+    pub(super) fn blocks_at(&self, sequence: &Sequence, position: usize) -> impl Iterator<Item = (usize, BlockId)> {
         let blocks = sequence.tables.iter().map(move |table| table.blocks[position]);
         blocks.enumerate().filter(|(_, block)| !block.is_none())
     }
@@ -119,8 +127,31 @@ impl Blocks {
         marks.fold(sequence.class, |class, mark| self.classes.join(class, mark.class))
     }
 
+    /// Moves the sequence's pinned blocks from its node to one that has its tokens and more.
+    fn take_over(&mut self, sequence: &Sequence, position: usize, own: u32, found: u32) {
+        let is_mine = |(group, table): (usize, &Table)| match self.index.place(own, group) {
+            Place::Nowhere => true,
+            place => place == Place::Block(table.blocks[position]),
+        };
+        if !sequence.tables.iter().enumerate().all(is_mine) {
+            return;
+        }
+        for group in 0..sequence.tables.len() {
+            if let Place::Block(block) = self.index.place(own, group) {
+                if let Place::Block(other) = self.index.place(found, group) {
+                    self.groups[group].pool.set_node(other, None);
+                }
+                self.index.set_place(own, group, Place::Nowhere);
+                self.set_block(found, group, block);
+            }
+        }
+        let class = self.index.class(own);
+        self.raise(found, class);
+        self.prune(own);
+    }
+
     /// More tokens for a node of which at least one block is the sequence's own.
-    fn grow(&mut self, sequence: &Sequence, position: usize, node: u32, tokens: &[u32], block_size: usize) {
+    pub(super) fn grow(&mut self, sequence: &Sequence, position: usize, node: u32, tokens: &[u32], block_size: usize) {
         for (group, table) in sequence.tables.iter().enumerate() {
             // Other blocks than the sequence's do not have these tokens.
             match self.index.place(node, group) {
@@ -141,17 +172,18 @@ impl Blocks {
         }
     }
 
-    /// Gives a node the sequence's blocks for the places that it has none, or only a slot, for. A block that holds fewer
-    /// tokens than the node has is of no use.
-    fn give(&mut self, sequence: &Sequence, position: usize, node: u32) {
-        let filled = self.index.tokens(node).len();
+    /// Gives a node the sequence's blocks for the places that it has none, or only a slot, for: if the node
+    /// has no more tokens than the `len` that the sequence has computed.
+    fn give(&mut self, sequence: &Sequence, position: usize, len: usize, node: u32) {
+        if self.index.tokens(node).len() > len {
+            return;
+        }
         for (group, table) in sequence.tables.iter().enumerate() {
             let block = table.blocks[position];
             if matches!(self.index.place(node, group), Place::Block(_)) || block.is_none() {
                 continue;
             }
-            let pool = &self.groups[group].pool;
-            if pool.node(block).is_none() && pool.filled(block) >= filled {
+            if self.groups[group].pool.node(block).is_none() {
                 self.set_block(node, group, block);
             }
         }

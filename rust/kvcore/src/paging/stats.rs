@@ -70,6 +70,8 @@ pub struct BlockInfo {
     pub refs: usize,
     /// Leading slots with a token that somebody can read.
     pub filled: usize,
+    /// Whether it is pinned, held or not.
+    pub pinned: bool,
     /// Its state.
     pub state: Occupancy,
 }
@@ -142,7 +144,7 @@ impl BlockManager {
                 _ => Occupancy::Used,
             };
             let filled = if state == Occupancy::Vacant { 0 } else { pool.filled(block) };
-            BlockInfo { refs, filled, state }
+            BlockInfo { refs, filled, pinned: pool.pin_count(block) > 0, state }
         };
         (0..pool.num_blocks() as u32).map(BlockId::new).map(info).collect()
     }

@@ -117,6 +117,12 @@ impl BlockManager {
             links.push(link);
             result.push(blocks);
         }
+        // A node that got no block is of use only if others hang below it.
+        for link in links.into_iter().rev().flatten() {
+            if self.blocks.index.is_alive(link) {
+                self.blocks.prune(link.slot);
+            }
+        }
         // Leaves are the first to be evicted.
         for blocks in result.iter().rev() {
             for (group, block) in blocks.iter().enumerate().rev() {
@@ -144,7 +150,7 @@ impl BlockManager {
         let (less, _) = index.neighbours(parent.slot, &entry.tokens);
         let room = |number: usize| self.blocks.groups[number].pool.has_vacant();
         let is_full = |number: usize| self.blocks.groups[number].window.is_none();
-        if (0..blocks.len()).any(|group| is_full(group) && !room(group)) || !(0..blocks.len()).any(room) {
+        if (0..blocks.len()).any(|group| is_full(group) && !room(group)) {
             return None;
         }
         self.blocks.classes.hold(class);

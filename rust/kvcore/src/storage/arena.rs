@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! bytes           all of it, to be read: nobody can write while that borrow lasts
-//! get_mut(range)  this range alone, to be written: panics if a part of it is frozen
+//! get_mut(range)  this range alone (or two), to be written: panics if a part of it is frozen
 //! freeze(range)   keeps the range as it is, and the mapping, until the `Frozen` is dropped, in whatever thread
 //! ```
 //! Who writes never forms a reference to more than the range that is written, so that no `&mut` ever covers bytes that a
@@ -55,8 +55,8 @@ impl Arena {
     #[inline(always)]
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the mapping is as long as it says, readable, initialised (anonymous: zeros, then what was written) and
-        // lives as long as `self.map`, which this borrow keeps. Only `get_mut` and `copy` write to it, and both need
-        // `&mut self`, which cannot be had during this borrow.
+        // lives as long as `self.map`, which this borrow keeps. Only `get_mut`, `get_two_mut` and `copy` write to it,
+        // and all need `&mut self`, which cannot be had during this borrow.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr(), self.map.len()) }
     }
 
@@ -68,10 +68,29 @@ impl Arena {
     pub fn get_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         self.claim(&range);
         // SAFETY: `claim` has found the range within the mapping, which is writable, initialised and lives as long as
-        // `self.map`. No other reference to these bytes is there: those of `bytes` and of this function end before
-        // `&mut self` can be had again, and no `Frozen`, from which alone bytes are read without a borrow of the arena,
+        // `self.map`. No other reference to these bytes is there: those of `bytes`, of this function and of
+        // `get_two_mut` end before `&mut self` can be had again, and no `Frozen`, from which alone bytes are read without a borrow of the arena,
         // overlaps the range; none can be made while this borrow lasts.
         unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(range.start), range.len()) }
+    }
+
+    /// Two ranges, the first before the second, to be written.
+    ///
+    /// # Panics
+    /// As [`Arena::get_mut`] for each of them; if the second does not begin at the first's end or behind it.
+    #[inline(always)]
+    pub fn get_two_mut(&mut self, first: Range<usize>, second: Range<usize>) -> (&mut [u8], &mut [u8]) {
+        assert!(first.end <= second.start, "two ranges that overlap or are in the wrong order");
+        self.claim(&first);
+        self.claim(&second);
+        let base = self.map.as_mut_ptr();
+        // SAFETY: as in `get_mut` for each range, and the two do not overlap.
+        unsafe {
+            (
+                std::slice::from_raw_parts_mut(base.add(first.start), first.len()),
+                std::slice::from_raw_parts_mut(base.add(second.start), second.len()),
+            )
+        }
     }
 
     /// Copy a range to the one that begins at `to`; both may overlap.
@@ -108,7 +127,7 @@ impl Arena {
         // Whatever begins before these cannot reach the range.
         let from = (range.start.saturating_sub(self.longest), 0);
         let near = self.frozen.range(from..(range.end, 0));
-        near.into_iter().any(|(&(_, end), live)| end > range.start && is_live(live))
+        near.into_iter().any(|(&(start, end), live)| start < end && end > range.start && is_live(live))
     }
 
     /// Panics unless the range may be written.
@@ -165,6 +184,8 @@ mod tests {
             let free = !panics(std::panic::AssertUnwindSafe(|| arena.get_mut(asked).fill(1)));
             assert_eq!(free, !panics(std::panic::AssertUnwindSafe(|| arena.copy(0..write.len(), write.start))));
             assert_eq!(arena.is_frozen(&write), !free);
+            let two = (write.start..write.start, write.clone());
+            assert_eq!(free, !panics(std::panic::AssertUnwindSafe(|| arena.get_two_mut(two.0, two.1).1.fill(1))));
             assert!(frozen.iter().all(|frozen| frozen.bytes().iter().all(|&byte| byte == 0)));
             free
         };
@@ -179,6 +200,8 @@ mod tests {
         // A long one that begins far before a short one.
         assert!(!allowed(&[0..1000, 500..510], 900..910));
         assert!(!allowed(&[100..200, 100..120], 150..160));
+        // Nothing is frozen.
+        assert!(allowed(&[150..150], 100..200));
     }
 
     #[test]
@@ -213,6 +236,10 @@ mod tests {
         #[expect(clippy::reversed_empty_ranges, reason = "the mistake that is tested")]
         let reversed = bad(|arena| arena.get_mut(9..8).fill(0));
         assert!(reversed);
+        assert!(bad(|arena| drop(arena.get_two_mut(0..9, 8..10))));
+        assert!(bad(|arena| drop(arena.get_two_mut(8..10, 0..4))));
+        assert!(bad(|arena| drop(arena.get_two_mut(8..10, 4000..5000))));
+        assert!(!bad(|arena| arena.get_two_mut(8..10, 10..10).0.fill(3)));
         assert!(bad(|arena| arena.copy(0..10, 4090)));
         assert!(bad(|arena| arena.copy(4090..4100, 0)));
         assert!(bad(|arena| arena.copy(0..10, usize::MAX - 3)));

@@ -1,19 +1,22 @@
 //! Where element (block, layer, head, token, dim) lies: the one place that knows.
 //!
 //! ```text
-//! arena    [block][layer][kv head][ K tiles | V tiles | scales ]    a tile is 16 tokens, a block one or more tiles
-//! K tile   [k_dim / STEP][16 tokens][STEP]                          one load: STEP dimensions of 16 tokens
-//! V tile   [16 / STEP tokens][width][STEP]                          one load: 16 dimensions of STEP tokens
-//! scales   int8, fp8 per token and head    f32 [K of each token], then f32 [V of each token]
-//!          int4                            for each K tile, then each V tile: f16 [group][scale, minimum][16 tokens]
-//!          others                          none
+//! block    [layer][kv head][ K tiles | V tiles ] [layer][kv head][ K scales | V scales ]
+//! K tile   [k_dim / STEP][16 tokens][STEP]       one load: STEP dimensions of 16 tokens
+//! V tile   [16 / STEP tokens][width][STEP]       one load: 16 dimensions of STEP tokens
+//! scales   int8, fp8 per token and head          f32 [16 tokens] for each tile
+//!          int4                                  f16 [group][scale, minimum][16 tokens] for each tile
+//!          others                                none
 //! ```
 //! STEP is 2 for the formats that bf16 dot products read (all but f32 and f16, which have 1). With tokens (K) or
 //! dimensions (V) across the lanes there are no horizontal sums. `width` is v_dim rounded up to 16 lanes. An int4 byte
 //! holds the two values of a step, the first in its low half.
 //!
-//! A block's bytes in all layers are one piece, so that copying, spilling and saving a block are one slice each. A
-//! latent layout has K alone: V is the first v_dim dimensions of K.
+//! A tile is 16 tokens, a block one or more tiles. A block's bytes in all layers are one piece, so that copying, spilling
+//! and saving a block are one slice each. A latent layout has K alone: V is the first v_dim dimensions of K.
+//!
+//! Processors read ahead up to the end of a page, so that tiles which straddle pages are read up to a quarter slower.
+//! That is why scales lie behind all tiles instead of between them, and why large blocks begin at whole pages.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -57,25 +60,36 @@ pub struct Layout {
     pub scale_mode: ScaleMode,
 }
 
-/// Distances of a layout in bytes, computed once.
+/// Where the parts of one layer lie in the arena.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Strides {
-    pub block: usize,
-    pub layer: usize,
-    pub head: usize,
-    pub k_tile: usize,
-    pub v_tile: usize,
-    /// From a head's start to its V tiles.
-    pub v: usize,
-    /// From a head's start to K's scales.
-    pub k_scales: usize,
-    /// From a head's start to V's scales.
-    pub v_scales: usize,
-    /// Scales of a K tile.
-    pub k_tile_scales: usize,
-    /// Scales of a V tile.
-    pub v_tile_scales: usize,
+pub(super) struct Places {
+    /// The layer's tiles in the first block.
+    tiles: usize,
+    /// The layer's scales in the first block.
+    scales: usize,
+    /// From one block to the next.
+    block: usize,
+    /// Bytes of a head's tiles.
+    head: usize,
+    k_tile: usize,
+    v_tile: usize,
+    /// From a head's tiles to its V tiles.
+    v: usize,
+    /// Bytes of a head's scales.
+    head_scales: usize,
+    k_tile_scales: usize,
+    v_tile_scales: usize,
+    /// From a head's scales to its V scales.
+    v_scales: usize,
+    /// Bytes of the tiles of all heads, and of their scales.
+    all_tiles: usize,
+    all_scales: usize,
 }
+
+/// Blocks of at least this many bytes begin at whole pages.
+const LARGE_BLOCK: usize = 64 << 10;
+const PAGE: usize = 4 << 10;
+const CACHE_LINE: usize = 64;
 
 impl Layout {
     /// Check the sizes.
@@ -130,9 +144,9 @@ impl Layout {
         }
         let bytes = self
             .num_kv_heads
-            .checked_mul(self.head_bytes())
+            .checked_mul(self.head_bytes() + self.head_scale_bytes())
             .and_then(|n| n.checked_mul(self.num_layers))
-            .and_then(|n| n.checked_add(self.block_stride() - self.block_bytes()))
+            .and_then(|n| n.checked_next_multiple_of(PAGE))
             .and_then(|n| n.checked_mul(self.num_blocks))
             .filter(|&n| n <= isize::MAX as usize);
         if bytes.is_none() {
@@ -178,23 +192,25 @@ impl Layout {
         }
     }
 
-    pub(super) const fn k_tile_scale_bytes(&self) -> usize {
+    const fn k_tile_scale_bytes(&self) -> usize {
         self.tile_scale_bytes(self.k_dim)
     }
 
-    pub(super) const fn v_tile_scale_bytes(&self) -> usize {
+    const fn v_tile_scale_bytes(&self) -> usize {
         if self.latent { 0 } else { self.tile_scale_bytes(self.v_dim) }
     }
 
-    const fn head_bytes(&self) -> usize {
-        let values = self.k_tile_bytes() + self.v_tile_bytes();
-        let scales = self.k_tile_scale_bytes() + self.v_tile_scale_bytes();
-        self.tiles() * (values + scales)
+    pub(super) const fn head_bytes(&self) -> usize {
+        self.tiles() * (self.k_tile_bytes() + self.v_tile_bytes())
     }
 
-    /// Bytes of one block in one layer.
+    pub(super) const fn head_scale_bytes(&self) -> usize {
+        self.tiles() * (self.k_tile_scale_bytes() + self.v_tile_scale_bytes())
+    }
+
+    /// Bytes of one block in one layer, scales included.
     pub const fn layer_bytes(&self) -> usize {
-        self.num_kv_heads * self.head_bytes()
+        self.num_kv_heads * (self.head_bytes() + self.head_scale_bytes())
     }
 
     /// Bytes of one block in all layers.
@@ -202,17 +218,18 @@ impl Layout {
         self.num_layers * self.layer_bytes()
     }
 
-    /// From one block's start to the next one's.
+    /// From one block's start to the next one's: a whole number of pages for large blocks.
     pub const fn block_stride(&self) -> usize {
-        self.block_bytes()
+        let bytes = self.block_bytes();
+        bytes.next_multiple_of(if bytes >= LARGE_BLOCK { PAGE } else { CACHE_LINE })
     }
 
-    /// Bytes of the whole arena.
+    /// Bytes of the whole arena, what lies between blocks included.
     pub const fn total_bytes(&self) -> usize {
         self.num_blocks * self.block_stride()
     }
 
-    /// Bytes that one token takes in all layers, K and V, scales included.
+    /// Bytes that one token takes in all layers, K and V, scales included; what lies between blocks is not.
     pub const fn bytes_per_token(&self) -> usize {
         self.block_bytes() / self.block_size
     }
@@ -223,23 +240,33 @@ impl Layout {
         start..start + self.block_bytes()
     }
 
-    /// All distances.
-    pub(super) const fn strides(&self) -> Strides {
+    /// Where one layer's parts lie.
+    pub(super) const fn places(&self, layer: usize) -> Places {
         let (tiles, k_tile, v_tile) = (self.tiles(), self.k_tile_bytes(), self.v_tile_bytes());
         let (k_tile_scales, v_tile_scales) = (self.k_tile_scale_bytes(), self.v_tile_scale_bytes());
-        let k_scales = tiles * (k_tile + v_tile);
-        Strides {
+        let (head, head_scales) = (self.head_bytes(), self.head_scale_bytes());
+        Places {
+            tiles: layer * self.num_kv_heads * head,
+            scales: self.num_layers * self.num_kv_heads * head + layer * self.num_kv_heads * head_scales,
             block: self.block_stride(),
-            layer: self.layer_bytes(),
-            head: self.head_bytes(),
+            head,
             k_tile,
             v_tile,
             v: tiles * k_tile,
-            k_scales,
-            v_scales: k_scales + tiles * k_tile_scales,
+            head_scales,
             k_tile_scales,
             v_tile_scales,
+            v_scales: tiles * k_tile_scales,
+            all_tiles: self.num_kv_heads * head,
+            all_scales: self.num_kv_heads * head_scales,
         }
+    }
+
+    /// Where a block's tiles of all layers lie, and where their scales do.
+    pub(super) const fn parts(&self, block: usize) -> (Range<usize>, Range<usize>) {
+        let all = self.block(block);
+        let middle = all.start + self.num_layers * self.num_kv_heads * self.head_bytes();
+        (all.start..middle, middle..all.end)
     }
 
     /// Which value of its K tile an element is.
@@ -257,39 +284,45 @@ impl Layout {
     }
 }
 
-impl Strides {
-    /// Where one layer of a block lies in the arena.
+impl Places {
+    /// Where the layer's tiles lie, and where their scales do: in a block all that belongs to the layer.
     #[inline(always)]
-    pub const fn layer_of(&self, block: usize, layer: usize) -> Range<usize> {
-        let start = block * self.block + layer * self.layer;
-        start..start + self.layer
+    pub const fn parts(&self, block: usize) -> (Range<usize>, Range<usize>) {
+        let (tiles, scales) = (self.tiles + block * self.block, self.scales + block * self.block);
+        (tiles..tiles + self.all_tiles, scales..scales + self.all_scales)
     }
 
-    /// Where a K tile lies, from a layer's start in its first block.
+    /// The same places, counted from where the layer's tiles or its scales begin in a block.
+    pub const fn within_parts(self) -> Self {
+        Self { tiles: 0, scales: 0, ..self }
+    }
+
+    /// Where a K tile lies.
     #[inline(always)]
     pub const fn k_tile(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start = block * self.block + head * self.head + tile * self.k_tile;
+        let start = self.tiles + block * self.block + head * self.head + tile * self.k_tile;
         start..start + self.k_tile
     }
 
     /// Where a V tile lies.
     #[inline(always)]
     pub const fn v_tile(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start = block * self.block + head * self.head + self.v + tile * self.v_tile;
+        let start = self.tiles + block * self.block + head * self.head + self.v + tile * self.v_tile;
         start..start + self.v_tile
     }
 
     /// Where the scales of a K tile lie.
     #[inline(always)]
     pub const fn k_tile_scales(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start = block * self.block + head * self.head + self.k_scales + tile * self.k_tile_scales;
+        let start = self.scales + block * self.block + head * self.head_scales + tile * self.k_tile_scales;
         start..start + self.k_tile_scales
     }
 
     /// Where the scales of a V tile lie.
     #[inline(always)]
     pub const fn v_tile_scales(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start = block * self.block + head * self.head + self.v_scales + tile * self.v_tile_scales;
+        let start =
+            self.scales + block * self.block + head * self.head_scales + self.v_scales + tile * self.v_tile_scales;
         start..start + self.v_tile_scales
     }
 }
@@ -341,7 +374,7 @@ mod tests {
     fn no_two_elements_share_a_place() {
         for dtype in KvDtype::ALL {
             for &scale_mode in dtype.scale_modes() {
-                for (k_dim, v_dim, block_size) in [(2, 2, 16), (24, 40, 16), (16, 2, 48)] {
+                for (k_dim, v_dim, block_size) in [(2, 2, 16), (24, 40, 16), (16, 2, 48), (34, 32, 32)] {
                     let l = Layout { scale_mode, ..layout(k_dim, v_dim, block_size, dtype) };
                     no_overlap(l.checked().unwrap());
                 }
@@ -351,37 +384,50 @@ mod tests {
     }
 
     fn no_overlap(l: Layout) {
-        let s = l.strides();
         // One mark for each half byte.
         let mut seen = vec![false; l.total_bytes() * 2];
-        let mut mark = |from: usize, halves: usize| {
-            for place in from..from + halves {
-                assert!(!std::mem::replace(&mut seen[place], true), "{l:?}");
+        let mark = |seen: &mut [bool], from: usize, halves: usize| {
+            for place in &mut seen[from..from + halves] {
+                assert!(!std::mem::replace(place, true), "{l:?}");
             }
         };
         let halves = l.dtype.bits() / 4;
-        for (block, layer, head) in itertools(l.num_blocks, l.num_layers, l.num_kv_heads) {
-            for tile in 0..l.tiles() {
-                let base = layer * s.layer;
-                for token in 0..TILE {
-                    for dim in 0..l.k_dim {
-                        let k = (base + s.k_tile(block, head, tile).start) * 2;
-                        mark(k + l.k_element(token, dim) * halves, halves);
+        for block in 0..l.num_blocks {
+            for layer in 0..l.num_layers {
+                let places = l.places(layer);
+                for (head, tile) in (0..l.num_kv_heads).flat_map(|head| (0..l.tiles()).map(move |tile| (head, tile))) {
+                    let (k, v) = (places.k_tile(block, head, tile).start, places.v_tile(block, head, tile).start);
+                    for token in 0..TILE {
+                        for dim in 0..l.k_dim {
+                            mark(&mut seen, k * 2 + l.k_element(token, dim) * halves, halves);
+                        }
+                        for dim in 0..if l.latent { 0 } else { l.v_dim } {
+                            mark(&mut seen, v * 2 + l.v_element(token, dim) * halves, halves);
+                        }
                     }
-                    for dim in 0..if l.latent { 0 } else { l.v_dim } {
-                        let v = (base + s.v_tile(block, head, tile).start) * 2;
-                        mark(v + l.v_element(token, dim) * halves, halves);
+                    let scales = [places.k_tile_scales(block, head, tile), places.v_tile_scales(block, head, tile)];
+                    for scales in scales {
+                        mark(&mut seen, scales.start * 2, scales.len() * 2);
                     }
                 }
-                for scales in [s.k_tile_scales(block, head, tile), s.v_tile_scales(block, head, tile)] {
-                    mark((base + scales.start) * 2, scales.len() * 2);
-                }
+            }
+            // All of it within the block; all of the block but V's padding and what lies behind.
+            let own = l.block(block);
+            assert!(!seen[own.end * 2..].iter().any(|&used| used), "{l:?}");
+            if l.latent || l.width() == l.v_dim {
+                assert!(seen[own.start * 2..own.end * 2].iter().all(|&used| used), "{l:?}");
             }
         }
     }
 
-    fn itertools(a: usize, b: usize, c: usize) -> impl Iterator<Item = (usize, usize, usize)> {
-        (0..a).flat_map(move |x| (0..b).flat_map(move |y| (0..c).map(move |z| (x, y, z))))
+    #[test]
+    fn blocks_begin_at_whole_pages_if_they_are_large() {
+        let stride = |num_layers, dtype: KvDtype| {
+            Layout { num_layers, ..layout(64, 64, 16, dtype) }.checked().unwrap().block_stride()
+        };
+        assert_eq!(stride(1, KvDtype::Int8), 2 * (2048 + 128));
+        assert_eq!(stride(30, KvDtype::Int8), 131_072); // 130,560 bytes
+        assert_eq!(stride(32, KvDtype::Bf16), 256 << 10);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use std::marker::PhantomData;
 
 use super::arena::{Arena, Frozen};
-use super::layout::{Layout, Strides, TILE};
+use super::layout::{Layout, Places, TILE};
 use super::rows;
 use super::scales::Scales;
 use super::view::LayerView;
@@ -18,7 +18,6 @@ use crate::{Error, Result};
 /// The bytes of all blocks. Memory is reserved at once and becomes resident as blocks are first written.
 pub struct KvStore {
     layout: Layout,
-    strides: Strides,
     scales: Scales,
     arena: Arena,
     observed: Option<Observed>,
@@ -63,7 +62,7 @@ impl KvStore {
             reason: e.to_string(),
         })?;
         let scales = scales.checked(&layout)?;
-        Ok(Self { layout, strides: layout.strides(), scales, arena, observed: None })
+        Ok(Self { layout, scales, arena, observed: None })
     }
 
     /// The shape.
@@ -104,10 +103,10 @@ impl KvStore {
         let heads = self.layout.num_kv_heads;
         let target = Target {
             layout: self.layout,
-            strides: self.strides,
+            places: self.layout.places(layer),
+            within: self.layout.places(layer).within_parts(),
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            layer,
         };
         let arena = &mut self.arena;
         with_codec!(
@@ -133,9 +132,11 @@ impl KvStore {
         self.arena.get_mut(self.layout.block(block.index()))
     }
 
-    /// Keep one layer of a block as it is, and its memory, for a reader who outlives this borrow.
-    pub fn freeze(&mut self, block: BlockId, layer: usize) -> Frozen {
-        self.arena.freeze(self.strides.layer_of(block.index(), layer))
+    /// Keep the tiles and the scales of one layer of a block as they are, and their memory, for a reader who outlives
+    /// this borrow.
+    pub fn freeze(&mut self, block: BlockId, layer: usize) -> (Frozen, Frozen) {
+        let (tiles, scales) = self.layout.places(layer).parts(block.index());
+        (self.arena.freeze(tiles), self.arena.freeze(scales))
     }
 
     /// One layer's bytes, for attention.
@@ -143,10 +144,10 @@ impl KvStore {
         let heads = self.layout.num_kv_heads;
         LayerView {
             layout: self.layout,
-            strides: self.strides,
+            places: self.layout.places(layer),
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            bytes: &self.arena.bytes()[layer * self.strides.layer..],
+            bytes: self.arena.bytes(),
         }
     }
 
@@ -156,14 +157,18 @@ impl KvStore {
         let l = &self.layout;
         let mut k = vec![0.0; num_tokens * l.num_kv_heads * l.k_dim];
         let mut v = vec![0.0; num_tokens * l.num_kv_heads * l.v_dim];
-        let view = self.layer(layer);
-        let (k_out, v_out) = (&mut k[..], &mut v[..]);
-        with_codec!(
-            l.dtype,
-            |C| level.dispatch(Read::<C> { view, blocks, k: k_out, v: v_out, codec: PhantomData }),
-            int4: level.dispatch(ReadInt4 { view, blocks, k: k_out, v: v_out })
-        );
+        self.read_into(level, layer, blocks, &mut k, &mut v);
         (k, v)
+    }
+
+    /// [`Self::read`] into the caller's memory, whose length says how many tokens.
+    pub fn read_into(&self, level: Level, layer: usize, blocks: &[BlockId], k: &mut [f32], v: &mut [f32]) {
+        let view = self.layer(layer);
+        with_codec!(
+            self.layout.dtype,
+            |C| level.dispatch(Read::<C> { view, blocks, k, v, codec: PhantomData }),
+            int4: level.dispatch(ReadInt4 { view, blocks, k, v })
+        );
     }
 
     /// Begin to observe what is written, from nothing, or stop.
@@ -185,31 +190,30 @@ impl KvStore {
     /// read.
     #[doc(hidden)]
     pub fn fill(&mut self, value: f32) {
-        let (l, s) = (self.layout, self.strides);
-        for block in (0..l.num_blocks).map(|block| l.block(block)) {
-            if self.arena.is_frozen(&block) {
+        let l = self.layout;
+        let per_token = l.scale_mode == ScaleMode::PerTokenHead;
+        for block in 0..l.num_blocks {
+            if self.arena.is_frozen(&l.block(block)) {
                 continue;
             }
-            for head in self.arena.get_mut(block).chunks_exact_mut(s.head) {
-                let (values, scales) = head.split_at_mut(s.k_scales);
-                let per_token = l.scale_mode == ScaleMode::PerTokenHead;
-                with_codec!(
-                    l.dtype,
-                    |C| {
-                        let code = C::encode(if per_token { 1.0 } else { value }, 1.0);
-                        bytemuck::cast_slice_mut::<_, <C as Codec>::Elem>(values).fill(code);
-                        bytemuck::cast_slice_mut::<_, f32>(scales).fill(value);
-                    },
-                    int4: {
-                        values.fill(0x55);
-                        for group in scales.chunks_exact_mut(4 * TILE) {
-                            let group: &mut [u16] = bytemuck::cast_slice_mut(group);
-                            group[..TILE].fill(0);
-                            group[TILE..].fill(if value.is_infinite() { 0x7c00 } else { f32_to_f16(value) });
-                        }
+            let (tiles, scales) = l.parts(block);
+            let (tiles, scales) = self.arena.get_two_mut(tiles, scales);
+            with_codec!(
+                l.dtype,
+                |C| {
+                    let code = C::encode(if per_token { 1.0 } else { value }, 1.0);
+                    bytemuck::cast_slice_mut::<_, <C as Codec>::Elem>(tiles).fill(code);
+                    bytemuck::cast_slice_mut::<_, f32>(scales).fill(value);
+                },
+                int4: {
+                    tiles.fill(0x55);
+                    for group in scales.chunks_exact_mut(4 * TILE) {
+                        let group: &mut [u16] = bytemuck::cast_slice_mut(group);
+                        group[..TILE].fill(0);
+                        group[TILE..].fill(if value.is_infinite() { 0x7c00 } else { f32_to_f16(value) });
                     }
-                );
-            }
+                }
+            );
         }
     }
 }
@@ -226,21 +230,24 @@ impl Observed {
     }
 }
 
-/// One layer of an arena, to be written block by block: the `bytes` of its functions are those of this layer in the
-/// block.
+/// One layer of an arena, to be written block by block.
 struct Target<'a> {
     layout: Layout,
-    strides: Strides,
+    /// Where the layer's parts lie in the arena, and where things lie within these.
+    places: Places,
+    within: Places,
     k_scales: &'a [f32],
     v_scales: &'a [f32],
-    layer: usize,
 }
+
+/// The tiles of one layer of a block, and their scales.
+type Parts<'a> = (&'a mut [u8], &'a mut [u8]);
 
 impl Target<'_> {
     /// Store one token's row of K or V in one head: beside it goes its scale, where each row has its own.
     #[inline(always)]
-    fn put<C: Codec>(&self, bytes: &mut [u8], head: usize, token: usize, row: &[f32], is_v: bool) {
-        let (s, tile, token) = (&self.strides, token / TILE, token % TILE);
+    fn put<C: Codec>(&self, (tiles, scales): &mut Parts<'_>, head: usize, token: usize, row: &[f32], is_v: bool) {
+        let (s, tile, token) = (&self.within, token / TILE, token % TILE);
         let (place, scale_place, scale) = match is_v {
             false => (s.k_tile(0, head, tile), s.k_tile_scales(0, head, tile), self.k_scales[head]),
             true => (s.v_tile(0, head, tile), s.v_tile_scales(0, head, tile), self.v_scales[head]),
@@ -249,11 +256,11 @@ impl Target<'_> {
             ScaleMode::Static => scale,
             ScaleMode::PerTokenHead => {
                 let scale = C::row_scale(row);
-                bytemuck::cast_slice_mut::<_, f32>(&mut bytes[scale_place])[token] = scale;
+                bytemuck::cast_slice_mut::<_, f32>(&mut scales[scale_place])[token] = scale;
                 scale
             }
         };
-        let tile: &mut [C::Elem] = bytemuck::cast_slice_mut(&mut bytes[place]);
+        let tile: &mut [C::Elem] = bytemuck::cast_slice_mut(&mut tiles[place]);
         match is_v {
             false => rows::put_k::<C>(row, scale, tile, token),
             true => rows::put_v::<C>(row, scale, tile, self.layout.width(), token),
@@ -262,15 +269,13 @@ impl Target<'_> {
 
     /// The same as int4.
     #[inline(always)]
-    fn put_int4(&self, bytes: &mut [u8], head: usize, token: usize, row: &[f32], is_v: bool) {
-        let (s, tile, token) = (&self.strides, token / TILE, token % TILE);
+    fn put_int4(&self, (tiles, scales): &mut Parts<'_>, head: usize, token: usize, row: &[f32], is_v: bool) {
+        let (s, tile, token) = (&self.within, token / TILE, token % TILE);
         let (place, groups) = match is_v {
             false => (s.k_tile(0, head, tile), s.k_tile_scales(0, head, tile)),
             true => (s.v_tile(0, head, tile), s.v_tile_scales(0, head, tile)),
         };
-        // The groups lie behind all tiles.
-        let (tiles, rest) = bytes.split_at_mut(groups.start);
-        let groups: &mut [u16] = bytemuck::cast_slice_mut(&mut rest[..groups.len()]);
+        let groups: &mut [u16] = bytemuck::cast_slice_mut(&mut scales[groups]);
         match is_v {
             false => rows::put_k_int4(row, &mut tiles[place], groups, token),
             true => rows::put_v_int4(row, &mut tiles[place], groups, self.layout.width(), token),
@@ -297,13 +302,14 @@ impl<C: Codec, I: Iterator<Item = (BlockId, usize)>> Work for Write<'_, C, I> {
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
         for (block, token) in self.slots {
-            let bytes = self.arena.get_mut(self.target.strides.layer_of(block.index(), self.target.layer));
+            let (tiles, scales) = self.target.places.parts(block.index());
+            let mut parts = self.arena.get_two_mut(tiles, scales);
             for head in 0..l.num_kv_heads {
                 if let Some(row) = k.next() {
-                    self.target.put::<C>(bytes, head, token, row, false);
+                    self.target.put::<C>(&mut parts, head, token, row, false);
                 }
                 if let Some(row) = v.as_mut().and_then(Iterator::next) {
-                    self.target.put::<C>(bytes, head, token, row, true);
+                    self.target.put::<C>(&mut parts, head, token, row, true);
                 }
             }
         }
@@ -328,13 +334,14 @@ impl<I: Iterator<Item = (BlockId, usize)>> Work for WriteInt4<'_, I> {
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
         for (block, token) in self.slots {
-            let bytes = self.arena.get_mut(self.target.strides.layer_of(block.index(), self.target.layer));
+            let (tiles, scales) = self.target.places.parts(block.index());
+            let mut parts = self.arena.get_two_mut(tiles, scales);
             for head in 0..l.num_kv_heads {
                 if let Some(row) = k.next() {
-                    self.target.put_int4(bytes, head, token, row, false);
+                    self.target.put_int4(&mut parts, head, token, row, false);
                 }
                 if let Some(row) = v.as_mut().and_then(Iterator::next) {
-                    self.target.put_int4(bytes, head, token, row, true);
+                    self.target.put_int4(&mut parts, head, token, row, true);
                 }
             }
         }

@@ -14,7 +14,7 @@
 use super::layout::{Layout, TILE};
 use crate::formats::{KvDtype, ScaleMode};
 
-/// An array within one layer's bytes of a block.
+/// An array within one layer's tiles, or scales, of a block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Strided {
     /// Of the first element, in bytes.
@@ -34,7 +34,7 @@ pub struct TileArrays {
     pub v: Option<Strided>,
     /// V of an odd last token with STEP 2.
     pub v_last: Option<Strided>,
-    /// Scales of K, float32, where each token and head has its own.
+    /// Scales of K, float32, where each token and head has its own: in the layer's scales.
     pub k_scales: Option<Strided>,
     /// Scales of V.
     pub v_scales: Option<Strided>,
@@ -47,12 +47,13 @@ impl Layout {
         if self.dtype == KvDtype::Int4 {
             return None;
         }
-        let s = self.strides();
+        let s = self.places(0).within_parts();
+        let head = self.head_bytes();
         let (bytes, step, heads) = (self.dtype.bits() / 8, self.dtype.step(), self.num_kv_heads);
         let mut k = Strided {
             offset: s.k_tile(0, 0, tile).start,
             shape: vec![tokens, heads, self.k_steps()],
-            strides: vec![step * bytes, s.head, TILE * step * bytes],
+            strides: vec![step * bytes, head, TILE * step * bytes],
         };
         if step > 1 {
             k.shape.push(step);
@@ -62,7 +63,7 @@ impl Layout {
         let pair = self.width() * step * bytes;
         let (v, v_last) = match step {
             1 => {
-                let (shape, strides) = (vec![tokens, heads, self.v_dim], vec![pair, s.head, bytes]);
+                let (shape, strides) = (vec![tokens, heads, self.v_dim], vec![pair, head, bytes]);
                 (Strided { offset: at, shape, strides }, None)
             }
             _ => {
@@ -70,14 +71,14 @@ impl Layout {
                 let last = Strided {
                     offset: at + pairs * pair,
                     shape: vec![heads, self.v_dim],
-                    strides: vec![s.head, step * bytes],
+                    strides: vec![head, step * bytes],
                 };
                 let shape = vec![pairs, step, heads, self.v_dim];
-                let strides = vec![pair, bytes, s.head, step * bytes];
+                let strides = vec![pair, bytes, head, step * bytes];
                 (Strided { offset: at, shape, strides }, (!tokens.is_multiple_of(step)).then_some(last))
             }
         };
-        let scales = |offset| Strided { offset, shape: vec![tokens, heads], strides: vec![size_of::<f32>(), s.head] };
+        let scales = |offset| Strided { offset, shape: vec![tokens, heads], strides: vec![size_of::<f32>(), self.head_scale_bytes()] };
         let has_scales = self.scale_mode == ScaleMode::PerTokenHead;
         Some(TileArrays {
             k,
@@ -130,7 +131,7 @@ mod tests {
             assert_eq!(l.dtype, KvDtype::Int4);
             return;
         };
-        let (s, step, bytes) = (l.strides(), l.dtype.step(), l.dtype.bits() / 8);
+        let (s, step, bytes) = (l.places(0).within_parts(), l.dtype.step(), l.dtype.bits() / 8);
         assert_eq!((arrays.v.is_none(), arrays.v_scales.is_none()), (l.latent, l.latent || arrays.k_scales.is_none()));
         assert_eq!(arrays.v_last.is_some(), !l.latent && tokens % step != 0);
         for token in 0..tokens {

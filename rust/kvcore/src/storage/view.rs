@@ -1,7 +1,7 @@
 //! One layer of an arena, for attention.
 #![forbid(unsafe_code)]
 
-use super::layout::{Layout, Strides, TILE};
+use super::layout::{Layout, Places, TILE};
 use crate::formats::{KvDtype, ScaleMode};
 use crate::paging::BlockId;
 
@@ -10,10 +10,10 @@ use crate::paging::BlockId;
 pub struct LayerView<'a> {
     /// The shape of the arena.
     pub layout: Layout,
-    pub(super) strides: Strides,
+    pub(super) places: Places,
     pub(super) k_scales: &'a [f32],
     pub(super) v_scales: &'a [f32],
-    /// From the layer's start in the first block to the arena's end.
+    /// The whole arena.
     pub(super) bytes: &'a [u8],
 }
 
@@ -21,14 +21,14 @@ impl<'a> LayerView<'a> {
     /// A K tile's bytes.
     #[inline(always)]
     pub fn k_tile(&self, block: BlockId, head: usize, tile: usize) -> &'a [u8] {
-        &self.bytes[self.strides.k_tile(block.index(), head, tile)]
+        &self.bytes[self.places.k_tile(block.index(), head, tile)]
     }
 
     /// A V tile's bytes; a latent layout has none (V is the first dimensions of K).
     #[inline(always)]
     pub fn v_tile(&self, block: BlockId, head: usize, tile: usize) -> &'a [u8] {
         debug_assert!(!self.layout.latent, "V of a latent layout is in the K tile");
-        &self.bytes[self.strides.v_tile(block.index(), head, tile)]
+        &self.bytes[self.places.v_tile(block.index(), head, tile)]
     }
 
     /// The static scale of K: stored values are multiplied by it.
@@ -47,8 +47,7 @@ impl<'a> LayerView<'a> {
     /// tiles are expanded instead. Those of tokens that were never written may be anything.
     #[inline(always)]
     pub fn k_token_scales(&self, block: BlockId, head: usize, tile: usize) -> Option<&'a [f32; TILE]> {
-        self.has_token_scales()
-            .then(|| token_scales(&self.bytes[self.strides.k_tile_scales(block.index(), head, tile)]))
+        self.has_token_scales().then(|| token_scales(&self.bytes[self.places.k_tile_scales(block.index(), head, tile)]))
     }
 
     /// The same for a V tile; K's in a latent layout.
@@ -57,8 +56,7 @@ impl<'a> LayerView<'a> {
         if self.layout.latent {
             return self.k_token_scales(block, head, tile);
         }
-        self.has_token_scales()
-            .then(|| token_scales(&self.bytes[self.strides.v_tile_scales(block.index(), head, tile)]))
+        self.has_token_scales().then(|| token_scales(&self.bytes[self.places.v_tile_scales(block.index(), head, tile)]))
     }
 
     #[inline(always)]
@@ -69,13 +67,13 @@ impl<'a> LayerView<'a> {
     /// The groups of an int4 K tile: `[group][scale, minimum][16 tokens]`, halves as their bits.
     #[inline(always)]
     pub fn k_groups(&self, block: BlockId, head: usize, tile: usize) -> &'a [[[u16; TILE]; 2]] {
-        bytemuck::cast_slice(&self.bytes[self.strides.k_tile_scales(block.index(), head, tile)])
+        bytemuck::cast_slice(&self.bytes[self.places.k_tile_scales(block.index(), head, tile)])
     }
 
     /// The groups of an int4 V tile.
     #[inline(always)]
     pub fn v_groups(&self, block: BlockId, head: usize, tile: usize) -> &'a [[[u16; TILE]; 2]] {
-        bytemuck::cast_slice(&self.bytes[self.strides.v_tile_scales(block.index(), head, tile)])
+        bytemuck::cast_slice(&self.bytes[self.places.v_tile_scales(block.index(), head, tile)])
     }
 }
 

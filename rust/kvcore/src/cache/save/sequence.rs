@@ -8,6 +8,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
 use std::path::Path;
 
 use super::keys;
@@ -103,7 +104,7 @@ impl KvCache {
         let use_prefix = self.cross.is_none() || key.extra.is_some();
         let options =
             AddOptions { key: key.as_key(), use_prefix, min_prefix_tokens: Some(0), retention: None };
-        let seq = self.add(&contents.token_ids, &options)?;
+        let seq = self.add_whole_blocks(&contents, &options)?;
         match self.fill_sequence(seq, &contents, &mut reader) {
             Ok(()) => Ok(seq),
             Err(error) => {
@@ -111,6 +112,25 @@ impl KvCache {
                 Err(error)
             }
         }
+    }
+
+    /// Adds the tokens, and lets go of a block that is shared up to its middle: the file's bytes go into whole blocks,
+    /// and what others read of this one must stay as it is.
+    fn add_whole_blocks(&mut self, contents: &Contents, options: &AddOptions<'_>) -> Result<SeqId> {
+        let block_size = self.config.block_size;
+        let seq = self.add(&contents.token_ids, options)?;
+        let cached = self.manager.num_computed_tokens(seq)?;
+        let whole = cached / block_size * block_size;
+        if whole == cached || cached >= contents.computed {
+            return Ok(seq);
+        }
+        if whole == 0 || self.truncate(seq, whole).is_err() {
+            // Nothing is left of it, or a window has passed what would be left: as if nothing were cached.
+            self.free(seq)?;
+            return self.add(&contents.token_ids, &AddOptions { min_prefix_tokens: Some(usize::MAX), ..*options });
+        }
+        self.append(seq, &contents.token_ids[whole..])?;
+        Ok(seq)
     }
 
     fn contents(&self, reader: &mut Reader<'_>) -> Result<Contents> {
@@ -143,33 +163,43 @@ impl KvCache {
         if contents.cross_tokens > 0 {
             self.fill_cross(seq, contents.cross_tokens, reader)?;
         }
-        let start = self.manager.num_computed_tokens(seq)?;
-        if start >= contents.computed {
-            return Ok(());
+        let mut start = self.manager.num_computed_tokens(seq)?;
+        // A window's group may have no room for blocks that the window has passed: then it goes block by block.
+        let has_window = self.paged_groups().any(|spec| spec.kind.window().is_some());
+        let step = if has_window { self.config.block_size } else { usize::MAX };
+        while start < contents.computed {
+            let n = step.min(contents.computed - start);
+            let batch = self.plan(&[(seq, n)])?;
+            let first = start / self.config.block_size;
+            self.fill_planned(&batch, first..(start + n).div_ceil(self.config.block_size), contents, reader)?;
+            self.manager.commit(&batch.plan)?;
+            start += n;
         }
-        let batch = self.plan(&[(seq, contents.computed - start)])?;
-        self.fill_planned(&batch, start / self.config.block_size, contents, reader)?;
-        self.manager.commit(&batch.plan)
+        Ok(())
     }
 
-    /// Fills the blocks of a plan, which are the sequence's own, from entry `first` of its tables on.
-    fn fill_planned(&mut self, batch: &Batch, first: usize, contents: &Contents, reader: &mut Reader<'_>) -> Result<()> {
+    /// Fills blocks of a plan, which are the sequence's own: these entries of its tables.
+    fn fill_planned(
+        &mut self,
+        batch: &Batch,
+        entries: Range<usize>,
+        contents: &Contents,
+        reader: &mut Reader<'_>,
+    ) -> Result<()> {
         let row = &batch.plan.rows[0];
         for (group, held) in contents.held.iter().enumerate() {
             let store = &mut self.stores[group];
             let bytes = store.layout().block_bytes();
             let mut blocks = reader.tensor(&format!("group.{group}.blocks"), Dtype::U8, &[Some(held.len()), Some(bytes)])?;
-            for &at in held {
-                match row.tables[group][at as usize] {
-                    block if at as usize >= first && block != BlockId::NONE => {
-                        blocks.read(store.block_bytes_mut(block))?;
-                    }
-                    _ => blocks.skip(bytes)?,
-                }
+            // What the file has are the last entries of the table.
+            let first_held = held.first().map_or(entries.end, |&at| at as usize);
+            blocks.skip(entries.start.saturating_sub(first_held) * bytes)?;
+            for at in entries.start.max(first_held)..entries.end {
+                blocks.read(store.block_bytes_mut(row.tables[group][at]))?;
             }
             // What the file lacks was planned but means nothing: no query sees it, and nobody may find it.
-            let missing = held.first().map_or(0, |&at| at as usize);
-            if missing > first {
+            let missing = first_held.min(entries.end);
+            if missing > entries.start {
                 self.manager.return_blocks(row.seq, group, missing)?;
             }
         }
