@@ -89,3 +89,26 @@ def test_load_needs_no_blocks_for_what_the_window_has_passed(tmp_path: Path) -> 
         assert_bitwise(other.read(layer, loaded)[0][-16:], cache.read(layer, seq)[0][-16:])
     other.free(loaded)
     assert_no_leak(other)
+
+
+def test_scales_of_one_cache_fit_another_of_the_same_groups() -> None:
+    """What calibrate found can be given to the cache of the next process, whose files would be refused otherwise."""
+    groups = [
+        KVGroup("full", [0], num_kv_heads=2, head_dim=2),
+        KVGroup("sliding_window", [1], num_kv_heads=1, head_dim=2, window=16),
+    ]
+    cache = KVCache(groups=groups, num_blocks=4, dtype="fp8_e4m3", num_threads=1)
+
+    def sample() -> None:
+        seq = cache.add([1])
+        batch = cache.plan([(seq, 1)])
+        for layer, heads in ((0, 2), (1, 1)):
+            x = np.arange(1, 2 * heads + 1, dtype=np.float32).reshape(1, heads, 2)
+            cache.write(layer, batch, x, x)
+        cache.commit(batch)
+        cache.free(seq)
+
+    cache.calibrate(sample)
+    other = KVCache(groups=groups, num_blocks=4, dtype="fp8_e4m3", num_threads=1,
+                    k_scale=cache.k_scale, v_scale=cache.v_scale)  # fmt: skip
+    np.testing.assert_array_equal(other.k_scale, cache.k_scale)

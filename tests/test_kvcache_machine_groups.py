@@ -80,6 +80,7 @@ class KVGroupsMachine(RuleBasedStateMachine):
         level: str,
     ) -> None:
         self.clock, self.folder = Clock(), Path(tempfile.mkdtemp())
+        self.form = form
         self.window, self.rollback, self.least = window, rollback, least
         order = [kind for kind in (FULL, WINDOW, LATENT) if ("full", "window", "latent")[kind] in kinds]
         self.has_cross = "cross" in kinds
@@ -93,14 +94,10 @@ class KVGroupsMachine(RuleBasedStateMachine):
                 groups=self.groups(self.num_blocks, 5), num_blocks=8, num_threads=1, clock=self.clock,
                 max_rollback=rollback, min_prefix_tokens=least, max_events=1 << 20, _equal_hashes=equal_hashes,
                 **form, **spill)  # fmt: skip
-            if form == {"dtype": "fp8_e4m3"}:
-                self.cache.calibrate(self.sample)
-            scales = {} if self.cache.scale_mode != "static" else {"k_scale": None, "v_scale": None}
-            self.form = form | scales
             self.cold = KVCache(
                 groups=self.groups(dict.fromkeys(order, 16), 4), num_threads=1, enable_prefix_caching=False, **form)  # fmt: skip
-            if form == {"dtype": "fp8_e4m3"}:
-                self.cold.calibrate(lambda: self.sample(self.cold))
+        for cache in (self.cache, self.cold):
+            self.calibrate(cache)
         if form["dtype"] not in ("int8", "int4"):
             self.cache._fill(float("nan"))
             self.cold._fill(1e30 if form["dtype"] in ("float32", "bfloat16") else 5.0)
@@ -127,9 +124,12 @@ class KVGroupsMachine(RuleBasedStateMachine):
             groups.append(KVGroup("cross", [len(groups)], num_kv_heads=1, head_dim=4, num_blocks=cross_blocks))
         return [*groups, KVGroup("none", [len(groups)])]
 
-    def sample(self, cache: KVCache | None = None) -> None:
-        """Something to calibrate with."""
-        cache = cache or self.cache
+    def calibrate(self, cache: KVCache) -> None:
+        """Scales from the data, where the format has such; the same in every cache."""
+        if self.form == {"dtype": "fp8_e4m3"}:
+            cache.calibrate(lambda: self.sample(cache))
+
+    def sample(self, cache: KVCache) -> None:
         seq = cache.add([1, 2, 3])
         batch = cache.plan([(seq, 3)])
         for kind in self.paged:
@@ -520,9 +520,8 @@ class KVGroupsMachine(RuleBasedStateMachine):
         other = self.cache
         if not here:
             other = KVCache(groups=self.groups(self.num_blocks, 5), num_threads=1, clock=self.clock,
-                            k_scale=self.cache.k_scale if self.is_static() else None,
-                            v_scale=self.cache.v_scale if self.is_static() else None,
-                            max_rollback=self.rollback, **self.plain_form())  # fmt: skip
+                            max_rollback=self.rollback, **self.form)  # fmt: skip
+            self.calibrate(other)
         other.load_prefixes(self.folder)
         other.check()
         self.sync()
@@ -530,12 +529,6 @@ class KVGroupsMachine(RuleBasedStateMachine):
             self.look(other, key, tokens)
         if other is not self.cache:
             assert_no_leak(other)
-
-    def is_static(self) -> bool:
-        return self.form["dtype"].startswith("fp8") and "scale_mode" not in self.form
-
-    def plain_form(self) -> dict[str, Any]:
-        return {name: value for name, value in self.form.items() if name not in ("k_scale", "v_scale")}
 
     def look(self, cache: KVCache, key: Key, tokens: list[int]) -> None:
         """What a prompt finds is right."""

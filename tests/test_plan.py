@@ -333,34 +333,35 @@ def test_groups_keep_the_order_of_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mode", "row"),
+    ("dtype", "mode", "both"),
     [
-        # bytes of K, or of V, of one head of 128 dimensions
-        ("float32", "static", 512),
-        ("float16", "static", 256),
-        ("bfloat16", "static", 256),
-        ("fp8_e4m3", "static", 128),
-        ("fp8_e5m2", "static", 128),
-        ("fp8_e4m3", "per_token_head", 128 + 4),
-        ("fp8_e5m2", "per_token_head", 128 + 4),
-        ("int8", "per_token_head", 128 + 4),
-        ("int4", "per_token_head", 64 + 4 * 4),
+        # bytes of K and V of one head of 128 dimensions
+        ("float32", "static", 1024),
+        ("float16", "static", 512),
+        ("bfloat16", "static", 512),
+        ("fp8_e4m3", "static", 256),
+        ("fp8_e5m2", "static", 256),
+        ("fp8_e4m3", "per_token_head", 256 + 8),
+        ("fp8_e5m2", "per_token_head", 256 + 8),
+        ("int8", "per_token_head", 256 + 8),
+        ("int4", "per_token_head", 64 + 16 * 4 + 64 + 4 * 4),
     ],
 )
-def test_formats(dtype: str, mode: str, row: int) -> None:
+def test_formats(dtype: str, mode: str, both: int) -> None:
     found = plan("llama-3-8b", kv_cache_dtype=dtype, scale_mode=mode)
-    assert found.bytes_per_token == 32 * 8 * 2 * row
-    assert FORMATS[dtype].row_bytes(0, mode) == 0
+    assert found.bytes_per_token == 32 * 8 * both
+    assert FORMATS[dtype].k_bytes(0, mode) == FORMATS[dtype].v_bytes(0, mode) == 0
 
 
 def test_a_group_of_int4_may_be_smaller() -> None:
-    assert [FORMATS["int4"].row_bytes(dims, "per_token_head") for dims in (2, 32, 34, 80)] == [5, 20, 25, 52]
+    assert [FORMATS["int4"].v_bytes(dims, "per_token_head") for dims in (2, 32, 34, 80)] == [5, 20, 25, 52]
+    assert [FORMATS["int4"].k_bytes(dims, "per_token_head") for dims in (2, 8, 10)] == [5, 8, 13]
 
 
 def test_a_latent_row_has_one_scale_and_no_v() -> None:
     assert plan("deepseek-v3", kv_cache_dtype="int8").bytes_per_token == 61 * (576 + 4)
     assert plan("deepseek-v3", kv_cache_dtype="fp8").bytes_per_token == 61 * 576
-    assert plan("deepseek-v3", kv_cache_dtype="int4").bytes_per_token == 61 * (288 + 18 * 4)
+    assert plan("deepseek-v3", kv_cache_dtype="int4").bytes_per_token == 61 * (288 + 72 * 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8_e4m3"])

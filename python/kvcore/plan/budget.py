@@ -245,7 +245,7 @@ def make_plan(
 def _layer_bytes(cache: LayerCache, format_: CacheFormat, mode: str) -> int:
     """Of a token in one layer. A latent layer stores no V."""
     v_dim = 0 if cache.kind == "latent" else cache.v_head_dim
-    return cache.num_kv_heads * (format_.row_bytes(cache.head_dim, mode) + format_.row_bytes(v_dim, mode))
+    return cache.num_kv_heads * (format_.k_bytes(cache.head_dim, mode) + format_.v_bytes(v_dim, mode))
 
 
 def _padding(cache: LayerCache, format_: CacheFormat) -> int:

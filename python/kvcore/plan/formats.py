@@ -25,22 +25,30 @@ class CacheFormat:
         bits: of a value.
         scale_modes: what may be chosen, the default first. With ``"static"`` scales are part of the cache, not of a
             token; with ``"per_token_head"`` each row carries its own.
-        group: dimensions that share a scale if rows carry their own; None is the whole row.
+        k_group, v_group: dimensions of K and of V that share a scale if rows carry their own; None is the whole row.
         scale_bytes: of each such scale, with its offset where there is one.
     """
 
     name: str
     bits: int
     scale_modes: tuple[str, ...] = (STATIC,)
-    group: int | None = None
+    k_group: int | None = None
+    v_group: int | None = None
     scale_bytes: int = 4
 
-    def row_bytes(self, dims: int, scale_mode: str) -> int:
-        """Bytes of one row (K or V of one head and token) with its scales."""
+    def k_bytes(self, dims: int, scale_mode: str) -> int:
+        """Bytes of K of one head and token, with its scales."""
+        return self._row_bytes(dims, scale_mode, self.k_group)
+
+    def v_bytes(self, dims: int, scale_mode: str) -> int:
+        """Bytes of V of one head and token, with its scales."""
+        return self._row_bytes(dims, scale_mode, self.v_group)
+
+    def _row_bytes(self, dims: int, scale_mode: str, group: int | None) -> int:
         values = -(-dims * self.bits // 8)
         if dims == 0 or scale_mode == STATIC:
             return values
-        return values + self.scale_bytes * (1 if self.group is None else -(-dims // self.group))
+        return values + self.scale_bytes * (1 if group is None else -(-dims // group))
 
 
 FORMATS: Final[Mapping[str, CacheFormat]] = MappingProxyType(
@@ -53,7 +61,7 @@ FORMATS: Final[Mapping[str, CacheFormat]] = MappingProxyType(
             CacheFormat("fp8_e4m3", 8, (STATIC, PER_TOKEN_HEAD)),
             CacheFormat("fp8_e5m2", 8, (STATIC, PER_TOKEN_HEAD)),
             CacheFormat("int8", 8, (PER_TOKEN_HEAD,)),
-            CacheFormat("int4", 4, (PER_TOKEN_HEAD,), group=32),
+            CacheFormat("int4", 4, (PER_TOKEN_HEAD,), k_group=8, v_group=32),
         )
     }
 )

@@ -79,7 +79,7 @@ fn formats() -> impl Iterator<Item = (KvDtype, ScaleMode)> {
 }
 
 /// What a row becomes by the formats' own functions.
-fn truth(l: &Layout, row: &[f32], scale: f32) -> Vec<f32> {
+fn truth(l: &Layout, row: &[f32], scale: f32, group: usize) -> Vec<f32> {
     fn values<C: Codec>(l: &Layout, row: &[f32], scale: f32) -> Vec<f32> {
         let scale = if l.scale_mode == ScaleMode::PerTokenHead { C::row_scale(row) } else { scale };
         row.iter().map(|&x| C::decode(C::encode(x, scale), scale)).collect()
@@ -92,7 +92,7 @@ fn truth(l: &Layout, row: &[f32], scale: f32) -> Vec<f32> {
         KvDtype::Fp8E5M2 => values::<codec::Fp8E5M2>(l, row, scale),
         KvDtype::Int8 => values::<codec::Int8>(l, row, scale),
         KvDtype::Int4 => row
-            .chunks(int4::GROUP)
+            .chunks(group)
             .flat_map(|row| {
                 let group = int4::Group::of(row);
                 row.iter().map(move |&x| group.decode(group.encode(x)))
@@ -126,8 +126,8 @@ fn round_trip(l: Layout, level: Level, random: &mut Random) -> usize {
                 let head = layer * l.num_kv_heads + i % l.num_kv_heads;
                 let expected = match (is_v, l.latent) {
                     (true, true) => k_read[i * l.k_dim..][..dim].to_vec(),
-                    (true, false) => truth(&l, written, scales.v[head]),
-                    (false, _) => truth(&l, written, scales.k[head]),
+                    (true, false) => truth(&l, written, scales.v[head], int4::V_GROUP),
+                    (false, _) => truth(&l, written, scales.k[head], int4::K_GROUP),
                 };
                 for d in 0..dim {
                     assert!(
@@ -271,11 +271,9 @@ fn stored_bytes_depend_on_the_token_alone() {
         let tokens: Vec<(Vec<f32>, Vec<f32>)> =
             (0..l.block_size).map(|_| (row(&mut random, l.k_dim), row(&mut random, l.v_dim))).collect();
         let block = BlockId::new(1);
-        let flat = |of: fn(&(Vec<f32>, Vec<f32>)) -> &Vec<f32>| -> Vec<f32> {
-            tokens.iter().flat_map(|t| of(t).iter().copied()).collect()
-        };
         let mut together = KvStore::new(l, Scales::unit(&l)).unwrap();
-        let (k, v) = (flat(|t| &t.0), flat(|t| &t.1));
+        let k: Vec<f32> = tokens.iter().flat_map(|(k, _)| k.iter().copied()).collect();
+        let v: Vec<f32> = tokens.iter().flat_map(|(_, v)| v.iter().copied()).collect();
         together.write(Level::available()[0], 0, (0..l.block_size).map(|t| (block, t)), &k, Some(&v));
         for level in Level::available() {
             let mut alone = KvStore::new(l, Scales::unit(&l)).unwrap();

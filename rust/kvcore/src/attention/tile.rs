@@ -336,11 +336,8 @@ impl<F: Format, const M: usize, const B: usize> Work for Scores<'_, F, M, B> {
         };
         let mut t = self.tiles.start;
         while t + B <= self.tiles.end {
-            let mut panels = [self.chunk.k[t]; B];
-            for b in 1..B {
-                panels[b] = self.chunk.k[t + b];
-            }
-            let acc = kernel::dot::<S, F, M, B>(s, panels, self.queries);
+            let panels = self.chunk.k[t..].first_chunk().expect("B panels");
+            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries);
             for m in 0..M {
                 for b in 0..B {
                     store(t + b, m, acc[m][b]);

@@ -7,8 +7,8 @@
 //! code    = round((x - minimum) / scale), ties to even, bounded to 0 ..= 15; 0 if the scale is 0
 //! value   = bf16(minimum + code * scale)
 //! ```
-//! `f16` and `bf16` round to the nearest, ties to even. A group is [`GROUP`] neighbouring dimensions; the last one of a
-//! head may be smaller. Scale and minimum are rounded first and the codes fitted to what they became. A code has 4 bits
+//! `f16` and `bf16` round to the nearest, ties to even. A group is [`K_GROUP`] or [`V_GROUP`] neighbouring dimensions; the
+//! last one of a head may be smaller. docs/quality.md says why K has smaller ones. Scale and minimum are rounded first and the codes fitted to what they became. A code has 4 bits
 //! and a scale 11, so that the product is exact in f32 and the sum rounds once: fused or not, on every CPU. Values are
 //! bf16 because attention expands a tile to bf16 before it multiplies.
 //!
@@ -17,8 +17,14 @@
 
 use super::half_float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
-/// Dimensions of a group.
-pub const GROUP: usize = 32;
+/// Dimensions of a group of K, whose channels differ most.
+pub const K_GROUP: usize = 8;
+
+/// Dimensions of a group of V.
+pub const V_GROUP: usize = 32;
+
+/// Dimensions of the larger of the two.
+pub const MAX_GROUP: usize = V_GROUP;
 
 /// The largest code.
 pub const MAX_CODE: f32 = 15.0;
@@ -35,9 +41,9 @@ pub struct Group {
     pub minimum: u16,
 }
 
-/// Groups of a head with `dims` dimensions.
-pub const fn groups(dims: usize) -> usize {
-    dims.div_ceil(GROUP)
+/// Groups of `group` dimensions in a head with `dims`.
+pub const fn groups(dims: usize, group: usize) -> usize {
+    dims.div_ceil(group)
 }
 
 #[inline(always)]
@@ -112,7 +118,7 @@ mod tests {
                 (state >> 40) as f32 / (1 << 23) as f32 - 1.0
             };
             let (center, spread) = (next() * 10.0, next().abs() * 5.0 + 0.01);
-            let values: Vec<f32> = (0..GROUP).map(|_| center + spread * next()).collect();
+            let values: Vec<f32> = (0..MAX_GROUP).map(|_| center + spread * next()).collect();
             let group = Group::of(&values);
             let step = f16_to_f32(group.scale);
             for &x in &values {
@@ -127,7 +133,7 @@ mod tests {
     fn groups_at_the_edges() {
         // One value many times: the minimum alone.
         for x in [0.0, -0.0, 3.0, -7.5, 1e-9, 65504.0] {
-            let group = Group::of(&[x; GROUP]);
+            let group = Group::of(&[x; MAX_GROUP]);
             assert!((group.decode(group.encode(x)) - x).abs() <= x.abs() / 256.0 + 1e-7, "{x}");
         }
         // Infinities and large values saturate.
@@ -143,6 +149,6 @@ mod tests {
 
     #[test]
     fn groups_of_a_head() {
-        assert_eq!([2, 24, 32, 34, 64, 80, 128, 576].map(groups), [1, 1, 1, 2, 2, 3, 4, 18]);
+        assert_eq!([2, 24, 32, 34, 64, 80, 128, 576].map(|dims| groups(dims, 32)), [1, 1, 1, 2, 2, 3, 4, 18]);
     }
 }

@@ -10,18 +10,18 @@
 
 use super::layout::TILE;
 use super::view::LayerView;
-use crate::formats::int4::GROUP;
+use crate::formats::int4::{K_GROUP, V_GROUP};
 use crate::paging::BlockId;
 use crate::simd::{LANES, Level, Simd, Work};
 
-const _: () = assert!(GROUP.is_multiple_of(LANES), "a vector of V lies in one group");
+const _: () = assert!(V_GROUP.is_multiple_of(LANES), "a vector of V lies in one group");
 
 /// An int4 K tile as a bf16 one: `[k_dim / 2][16 tokens][2]`, which `out` must have place for.
 #[inline(always)]
 pub fn expand_k_tile<S: Simd>(s: S, view: &LayerView<'_>, block: BlockId, head: usize, tile: usize, out: &mut [u16]) {
     let pairs = view.k_tile(block, head, tile).as_chunks::<TILE>().0;
     let groups = view.k_groups(block, head, tile);
-    let steps = pairs.chunks(GROUP / 2).zip(out.as_chunks_mut::<{ 2 * LANES }>().0.chunks_mut(GROUP / 2));
+    let steps = pairs.chunks(K_GROUP / 2).zip(out.as_chunks_mut::<{ 2 * LANES }>().0.chunks_mut(K_GROUP / 2));
     for ((pairs, out), [scale, minimum]) in steps.zip(groups) {
         let (scale, minimum) = (s.load_f16(scale), s.load_f16(minimum));
         let value = |code: S::F32| s.round_bf16(s.mul_add(code, scale, minimum));
@@ -47,7 +47,7 @@ pub fn expand_v_tile<S: Simd>(s: S, view: &LayerView<'_>, block: BlockId, head: 
             let group = |token: usize| (s.splat(scale[token]), s.splat(minimum[token]));
             let (even, odd) = (group(2 * pair), group(2 * pair + 1));
             let value = |code: S::F32, (scale, minimum)| s.round_bf16(s.mul_add(code, scale, minimum));
-            for d in g * (GROUP / LANES)..((g + 1) * (GROUP / LANES)).min(vectors) {
+            for d in g * (V_GROUP / LANES)..((g + 1) * (V_GROUP / LANES)).min(vectors) {
                 let (first, second) = s.load_nibbles(&codes[pair * vectors + d]);
                 s.store_bf16_pairs(value(first, even), value(second, odd), &mut out[pair * vectors + d]);
             }

@@ -184,20 +184,20 @@ impl Layout {
     }
 
     /// Bytes of the scales that belong to the tile of 16 tokens of a head with `dims` dimensions.
-    const fn tile_scale_bytes(&self, dims: usize) -> usize {
+    const fn tile_scale_bytes(&self, dims: usize, group: usize) -> usize {
         match (self.dtype, self.scale_mode) {
-            (KvDtype::Int4, _) => int4::groups(dims) * 2 * TILE * size_of::<u16>(),
+            (KvDtype::Int4, _) => int4::groups(dims, group) * 2 * TILE * size_of::<u16>(),
             (_, ScaleMode::PerTokenHead) => TILE * size_of::<f32>(),
             (_, ScaleMode::Static) => 0,
         }
     }
 
     const fn k_tile_scale_bytes(&self) -> usize {
-        self.tile_scale_bytes(self.k_dim)
+        self.tile_scale_bytes(self.k_dim, int4::K_GROUP)
     }
 
     const fn v_tile_scale_bytes(&self) -> usize {
-        if self.latent { 0 } else { self.tile_scale_bytes(self.v_dim) }
+        if self.latent { 0 } else { self.tile_scale_bytes(self.v_dim, int4::V_GROUP) }
     }
 
     pub(super) const fn head_bytes(&self) -> usize {

@@ -11,7 +11,7 @@ use bytemuck::Zeroable;
 
 use super::layout::TILE;
 use crate::formats::codec::Codec;
-use crate::formats::int4::{GROUP, Group};
+use crate::formats::int4::{Group, K_GROUP, MAX_GROUP, V_GROUP};
 
 /// Values that are encoded at a time.
 const PIECE: usize = 64;
@@ -96,8 +96,8 @@ pub fn get_v<C: Codec>(tile: &[C::Elem], width: usize, token: usize, scale: f32,
 /// Store K of one token as int4: `tile` is `[k_dim / 2][16 tokens]` bytes, `groups` `[group][scale, minimum][16 tokens]`.
 #[inline(always)]
 pub fn put_k_int4(x: &[f32], tile: &mut [u8], groups: &mut [u16], token: usize) {
-    let tiles = tile.chunks_mut(GROUP / 2 * TILE);
-    for ((x, tile), group) in x.chunks(GROUP).zip(tiles).zip(groups.chunks_exact_mut(2 * TILE)) {
+    let tiles = tile.chunks_mut(K_GROUP / 2 * TILE);
+    for ((x, tile), group) in x.chunks(K_GROUP).zip(tiles).zip(groups.chunks_exact_mut(2 * TILE)) {
         let (codes, fitted) = encode_group(x);
         (group[token], group[TILE + token]) = (fitted.scale, fitted.minimum);
         for (place, pair) in tile.iter_mut().skip(token).step_by(TILE).zip(codes.as_chunks::<2>().0) {
@@ -109,8 +109,8 @@ pub fn put_k_int4(x: &[f32], tile: &mut [u8], groups: &mut [u16], token: usize) 
 /// Load K of one token from int4.
 #[inline(always)]
 pub fn get_k_int4(tile: &[u8], groups: &[u16], token: usize, out: &mut [f32]) {
-    let tiles = tile.chunks(GROUP / 2 * TILE);
-    for ((out, tile), group) in out.chunks_mut(GROUP).zip(tiles).zip(groups.chunks_exact(2 * TILE)) {
+    let tiles = tile.chunks(K_GROUP / 2 * TILE);
+    for ((out, tile), group) in out.chunks_mut(K_GROUP).zip(tiles).zip(groups.chunks_exact(2 * TILE)) {
         let group = Group { scale: group[token], minimum: group[TILE + token] };
         for (out, &byte) in out.as_chunks_mut::<2>().0.iter_mut().zip(tile.iter().skip(token).step_by(TILE)) {
             *out = [group.decode(byte & 0x0f), group.decode(byte >> 4)];
@@ -123,7 +123,7 @@ pub fn get_k_int4(tile: &[u8], groups: &[u16], token: usize, out: &mut [f32]) {
 pub fn put_v_int4(x: &[f32], tile: &mut [u8], groups: &mut [u16], width: usize, token: usize) {
     let row = &mut tile[token / 2 * width..][..width];
     let (kept, shift) = if token.is_multiple_of(2) { (0xf0, 0) } else { (0x0f, 4) };
-    for ((x, row), group) in x.chunks(GROUP).zip(row.chunks_mut(GROUP)).zip(groups.chunks_exact_mut(2 * TILE)) {
+    for ((x, row), group) in x.chunks(V_GROUP).zip(row.chunks_mut(V_GROUP)).zip(groups.chunks_exact_mut(2 * TILE)) {
         let (codes, fitted) = encode_group(x);
         (group[token], group[TILE + token]) = (fitted.scale, fitted.minimum);
         for (place, &code) in row.iter_mut().zip(&codes[..x.len()]) {
@@ -137,7 +137,7 @@ pub fn put_v_int4(x: &[f32], tile: &mut [u8], groups: &mut [u16], width: usize, 
 pub fn get_v_int4(tile: &[u8], groups: &[u16], width: usize, token: usize, out: &mut [f32]) {
     let row = &tile[token / 2 * width..][..width];
     let shift = token % 2 * 4;
-    for ((out, row), group) in out.chunks_mut(GROUP).zip(row.chunks(GROUP)).zip(groups.chunks_exact(2 * TILE)) {
+    for ((out, row), group) in out.chunks_mut(V_GROUP).zip(row.chunks(V_GROUP)).zip(groups.chunks_exact(2 * TILE)) {
         let group = Group { scale: group[token], minimum: group[TILE + token] };
         for (out, byte) in out.iter_mut().zip(row) {
             *out = group.decode((byte >> shift) & 0x0f);
@@ -146,9 +146,9 @@ pub fn get_v_int4(tile: &[u8], groups: &[u16], width: usize, token: usize, out: 
 }
 
 #[inline(always)]
-fn encode_group(x: &[f32]) -> ([u8; GROUP], Group) {
+fn encode_group(x: &[f32]) -> ([u8; MAX_GROUP], Group) {
     let group = Group::of(x);
-    let mut codes = [0; GROUP];
+    let mut codes = [0; MAX_GROUP];
     for (code, &x) in codes.iter_mut().zip(x) {
         *code = group.encode(x);
     }
