@@ -19,6 +19,7 @@ __all__ = [
     "Pin",
     "Sequence",
     "Threads",
+    "TileView",
     "__version__",
     "argmax",
     "available_simd",
@@ -75,6 +76,55 @@ class Pin:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prefix."""
+
+@final
+class TileView:
+    """Up to 16 tokens of a sequence in one layer, where they lie: what ``KVCache.view`` gives.
+
+    Read-only arrays on the cache's memory, of the type that is stored: float32, float16, int8, or ml_dtypes'
+    bfloat16, float8_e4m3fn, float8_e5m2. ``np.from_dlpack`` (numpy 2.1 or newer) and ``memoryview`` take those of
+    numpy's own types; others' bits go as ``view.k.view("uint16")`` (bfloat16) or ``"uint8"`` (fp8).
+
+    float32 and float16 store single values; the others store pairs, of two dimensions of K and of two tokens of V.
+    ``k.reshape(num_tokens, num_kv_heads, head_dim)`` and ``v.reshape(-1, num_kv_heads, v_head_dim)`` undo the pairs,
+    and copy.
+
+    Nothing that is done to the sequence or the cache changes what the arrays show. Any of them, and any array made of
+    them, keeps the block (it counts as used, and a sequence that goes on in it writes into a copy) and the memory of
+    its group's whole pool, also after ``close``.
+    """
+
+    @property
+    def k(self) -> npt.NDArray[Any]:
+        """[num_tokens, num_kv_heads, head_dim], or with pairs [num_tokens, num_kv_heads, head_dim / 2, 2]."""
+
+    @property
+    def v(self) -> npt.NDArray[Any] | None:
+        """[num_tokens, num_kv_heads, v_head_dim], or with pairs [num_tokens // 2, 2, num_kv_heads, v_head_dim].
+
+        None in latent layers: V is the first part of K's rows.
+        """
+
+    @property
+    def v_last(self) -> npt.NDArray[Any] | None:
+        """V of the last token, [num_kv_heads, v_head_dim], where it is half of a pair; otherwise None."""
+
+    @property
+    def k_scale(self) -> npt.NDArray[np.float32] | None:
+        """What K is to be multiplied by; None for formats without scales.
+
+        [num_tokens, num_kv_heads] where each token has its own; of static fp8 scales a copy, [num_kv_heads].
+        """
+
+    @property
+    def v_scale(self) -> npt.NDArray[np.float32] | None: ...
+    @property
+    def start(self) -> int:
+        """Position of the first token: 16 times the index."""
+
+    @property
+    def num_tokens(self) -> int:
+        """1 to 16."""
 
 @final
 class Batch:
@@ -408,7 +458,7 @@ class KVCache:
             What ``run`` returns.
 
         Raises:
-            InvalidState: the cache is not empty, has no static scales, or nothing was written.
+            InvalidState: the cache is not empty, views of it are left, it has no static scales, or nothing was written.
         """
 
     def save(self, seq: Sequence, path: str | _PathLike[str]) -> None:
@@ -443,6 +493,18 @@ class KVCache:
                 rounded to that type, which changes nothing if it is the cache's own and has no scales.
         """
 
+    def view(self, layer: int, seq: Sequence, index: int) -> TileView:
+        """Tokens ``16 * index`` to ``16 * index + 15`` of what is stored, as far as they are computed, without a copy.
+
+        16 tokens are a tile, the unit in which they lie: the whole block if ``block_size`` is 16. In cross layers they
+        are the encoder's tokens.
+
+        Raises:
+            InvalidArgument: an index without stored tokens, or before what a sliding layer keeps; int4, two values of
+                which share a byte (``read`` copies). InvalidState: a batch that is not committed writes into the
+                block; a cross layer is not written. InvalidHandle.
+        """
+
     def block_table(self, seq: Sequence, group: int | None = None) -> list[int]:
         """The blocks of a sequence in the order of its tokens, -1 where a sliding window has returned one.
 
@@ -465,8 +527,8 @@ class KVCache:
     def stats(self) -> dict[str, Any]:
         """Counts over all groups, and under ``groups`` those of each, of kind cross last.
 
-        Blocks: ``total`` = ``used`` (held by sequences) + ``cached`` (held by none, findable, ``pinned`` ones among
-        them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in ``slots`` of
+        Blocks: ``total`` = ``used`` (held by sequences or views) + ``cached`` (held by none, findable, ``pinned`` ones
+        among them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in ``slots`` of
         their blocks, a shared one counted once; ``utilisation`` = tokens / slots. ``num_sequences``. Bytes:
         ``bytes_total``, ``bytes_used``, ``bytes_cached``. Since the start: ``hit_tokens`` of ``query_tokens``;
         ``evictions`` of cached blocks, ``evicted_lru`` and ``evicted_expired`` among them; ``copies`` of blocks;

@@ -6,12 +6,13 @@ mod handles;
 mod lock;
 mod options;
 mod report;
+mod view;
 
 use std::path::PathBuf;
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
-use kvcore::cache::{AttendOptions, CacheConfig, GroupKind, KvCache};
+use kvcore::cache::{AttendOptions, CacheConfig, Ended, GroupKind, KvCache};
 use kvcore::paging::{AddOptions, Key, Retention, SeqId, hash_block};
 use kvcore::storage::{KvDtype, Layout, ScaleMode};
 use kvcore::threads::ShouldStop;
@@ -23,6 +24,7 @@ use pyo3::types::{PyDict, PyList, PyString};
 
 pub use group::PyKvGroup;
 pub use handles::{PyBatch, PyPin, PySequence};
+pub use view::PyTileView;
 
 use crate::arrays::{Size, floats, token_ids, zeros};
 use crate::error::{detached, invalid, to_python};
@@ -46,10 +48,18 @@ pub struct PyKvCache {
     nbytes: usize,
     threads: PyThreads,
     clock: Option<Py<PyAny>>,
+    ended_views: Ended,
 }
 
 impl PyKvCache {
     fn with<T>(&self, f: impl FnOnce(&KvCache) -> Result<T>) -> Result<T> {
+        // What views have given up is free if that means no waiting; whoever takes blocks sees to it anyway.
+        if !self.ended_views.is_empty()
+            && let Ok(mut cache) = self.cache.try_write()
+            && let Some(cache) = cache.as_mut()
+        {
+            cache.reclaim_views();
+        }
         let cache = locked_or_busy(|| self.cache.read(), || self.cache.try_read())?;
         f(cache.as_ref().ok_or_else(closed)?)
     }
@@ -238,6 +248,7 @@ impl PyKvCache {
             kinds: cache.paged_groups().map(|spec| spec.kind.name()).collect(),
             bytes_per_token: cache.bytes_per_token(),
             nbytes: nbytes(&cache),
+            ended_views: cache.ended_views().clone(),
             cache: RwLock::new(Some(cache)),
             groups,
             config,
@@ -503,6 +514,13 @@ impl PyKvCache {
             }
         };
         Ok((array(dense.k, l.k_dim)?, array(dense.v, l.v_dim)?))
+    }
+
+    fn view(&self, py: Python<'_>, layer: Size<'_>, seq: &PySequence, index: Size<'_>) -> PyResult<PyTileView> {
+        let (layer, index) = (layer.get("layer")?, index.get("index")?);
+        self.layout(layer)?;
+        let view = self.change_now(py, |cache, _| cache.view(layer, seq.id, index))?;
+        PyTileView::new(py, view)
     }
 
     fn save(&self, py: Python<'_>, seq: &PySequence, path: PathBuf) -> PyResult<()> {

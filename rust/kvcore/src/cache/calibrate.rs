@@ -45,8 +45,16 @@ impl KvCache {
     /// Scales from what was noted; the cache is empty afterwards. Heads that wrote nothing keep scale 1.
     ///
     /// # Errors
-    /// [`Error::InvalidState`] if sequences are still there or nothing was written; nothing has changed then.
+    /// [`Error::InvalidState`] if sequences or views are still there or nothing was written; nothing has changed then.
     pub fn end_calibration(&mut self) -> Result<()> {
+        self.reclaim_views();
+        if self.manager.num_holds() > 0 {
+            self.abort_calibration();
+            return Err(Error::InvalidState(format!(
+                "calibrate: expected no views of what was written, there are {}",
+                self.manager.num_holds()
+            )));
+        }
         let stats = self.stats();
         if stats.num_sequences > 0 {
             self.abort_calibration();

@@ -39,6 +39,7 @@ impl KvCache {
     /// [`Error::InvalidArgument`] for another layer or shape, [`Error::InvalidHandle`], [`Error::OutOfBlocks`],
     /// [`Error::InvalidState`] for a layer that is written already.
     pub fn write_cross(&mut self, layer: usize, seq: SeqId, k: &[f32], v: &[f32]) -> Result<()> {
+        self.reclaim_views();
         let (Place::Cross { index }, Some(store)) = (self.place(layer)?, &mut self.cross) else {
             return Err(Error::InvalidArgument(format!("write_cross: layer {layer} is not of kind cross")));
         };

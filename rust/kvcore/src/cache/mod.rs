@@ -8,8 +8,8 @@
 //! ```
 //!
 //! `config.rs` says what groups of layers there are, `rows.rs` writes and reads K and V, `cross.rs` those of an encoder,
-//! `moves.rs` carries out what the manager decides about bytes, `calibrate.rs` finds static scales, `save.rs` joins the
-//! cache with files.
+//! `views.rs` lends them without a copy, `moves.rs` carries out what the manager decides about bytes, `calibrate.rs` finds
+//! static scales, `save.rs` joins the cache with files.
 #![forbid(unsafe_code)]
 
 mod batch;
@@ -19,6 +19,7 @@ mod cross;
 mod moves;
 mod rows;
 mod save;
+mod views;
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -28,6 +29,7 @@ use std::time::{Duration, Instant};
 pub use batch::Batch;
 pub use rows::{AttendOptions, Dense};
 pub use config::{CacheConfig, GroupKind, GroupSpec};
+pub use views::{Ended, TileView};
 
 use crate::paging::{
     AddOptions, BlockId, BlockManager, Events, GroupConfig, ManagerConfig, Move, PagingStats, PinId, Retention, SeqId,
@@ -73,6 +75,7 @@ pub struct KvCache {
     moves: Vec<Move>,
     /// The last copies, for those who look on.
     copies: VecDeque<(usize, BlockId, BlockId)>,
+    ended_views: Ended,
 }
 
 /// Copies that are remembered.
@@ -133,6 +136,7 @@ impl KvCache {
             threads,
             moves: Vec::new(),
             copies: VecDeque::with_capacity(MAX_COPIES),
+            ended_views: Ended::default(),
         })
     }
 
@@ -168,12 +172,14 @@ impl KvCache {
 
     /// From now on it is what the caller says: time since any fixed point, for tests of what expires.
     pub fn set_now(&mut self, now: Duration) {
+        self.reclaim_views();
         self.clock = Clock::Given;
         self.manager.set_now(now);
     }
 
-    /// Lets the manager know what time it is: whatever has expired is gone afterwards.
+    /// Lets the manager know what time it is: whatever has expired is gone afterwards, and so are ended views.
     pub fn tick(&mut self) {
+        self.reclaim_views();
         if let Clock::Since(start) = self.clock {
             self.manager.set_now(start.elapsed());
         }

@@ -202,6 +202,6 @@ fn dense(level: Level, store: &KvStore, index: usize, blocks: &[BlockId], start:
     Dense { start, tokens, k, v }
 }
 
-fn missing(layer: usize) -> Error {
+pub(super) fn missing(layer: usize) -> Error {
     Error::InvalidState(format!("layer {layer} is of a group that this cache does not have"))
 }

@@ -14,10 +14,10 @@ use super::transfer::Place;
 const LAST_CLASS: u16 = 255;
 
 impl BlockManager {
-    /// Every internal invariant: free and cached blocks and those that sequences hold are the whole of each pool, counts
-    /// and lists agree, shared blocks mean equal tokens and key, the index knows committed tokens only, parents outlive
-    /// children, pins and retention are counted right. For tests and after doubtful events: O(blocks + tokens). The error
-    /// says what is wrong.
+    /// Every internal invariant: free and cached blocks and those that sequences and views hold are the whole of each
+    /// pool, counts and lists agree, shared blocks mean equal tokens and key, the index knows committed tokens only,
+    /// parents outlive children, pins and retention are counted right. For tests and after doubtful events: O(blocks +
+    /// tokens). The error says what is wrong.
     pub fn check(&self) -> Result<(), String> {
         let mut uses = vec![0; usize::from(LAST_CLASS) + 1];
         uses[usize::from(self.class)] += 1;
@@ -94,6 +94,7 @@ impl BlockManager {
                 refs[block.index()].1 += usize::from(sequence.borrowed && position + 1 == blocks.len());
             }
         }
+        self.holds.blocks(Some(number)).for_each(|block| refs[block.index()].0 += 1);
         self.pins.blocks().filter(|(of, _)| *of == number).for_each(|(_, block)| refs[block.index()].2 += 1);
         let mut num_published = 0;
         for (index, &held) in refs.iter().enumerate() {
@@ -128,6 +129,7 @@ impl BlockManager {
             }
             sequence.cross.iter().for_each(|&block| *refs.entry(block).or_default() += 1);
         }
+        self.holds.blocks(None).for_each(|block| *refs.entry(block).or_default() += 1);
         let Some(pool) = &self.cross else { return Ok(()) };
         pool.check()?;
         let right = refs.iter().all(|(&block, &held)| pool.ref_count(block) == held);

@@ -25,6 +25,7 @@ use super::blocks::Blocks;
 use super::config::ManagerConfig;
 use super::events::{EventLog, Events};
 use super::group::{Group, release};
+use super::holds::HoldTable;
 use super::key::OwnedKey;
 use super::pins::PinTable;
 use super::plan::Notes;
@@ -46,6 +47,7 @@ pub struct BlockManager {
     pub(super) cross: Option<BlockPool>,
     pub(super) sequences: SequenceTable,
     pub(super) pins: PinTable,
+    pub(super) holds: HoldTable,
     pub(super) no_key: Arc<OwnedKey>,
     /// Retention of what asks for nothing else.
     pub(super) class: ClassId,
@@ -80,6 +82,7 @@ impl BlockManager {
             cross,
             sequences: SequenceTable::new(id),
             pins: PinTable::new(id),
+            holds: HoldTable::default(),
             no_key: Arc::new(OwnedKey::default()),
             class,
             plans: 0,

@@ -4,7 +4,7 @@
 //! stays), [`pool`] (reference counts), `group` (a pool with its window and second tier), `prefix` and `siblings` (which
 //! block holds which tokens), `blocks`, `publish` and `spill` (pools and index, changed together), `sequence` and
 //! `batch` (what callers hold), and [`manager`], the only one that callers need; its calls are in `admit`, `plan`,
-//! `beams`, `pins`, `transfer` and `stats`.
+//! `beams`, `pins`, `holds`, `transfer` and `stats`.
 #![forbid(unsafe_code)]
 
 mod admit;
@@ -18,6 +18,7 @@ mod events;
 mod free_list;
 mod group;
 mod hash;
+mod holds;
 mod key;
 mod access;
 pub mod manager;
@@ -40,6 +41,7 @@ pub use block::{BlockId, SlotId};
 pub use config::{AddOptions, GroupConfig, ManagerConfig};
 pub use events::{Cause, Event, Events};
 pub use hash::{HashFn, hash_block};
+pub use holds::{Held, HoldId};
 pub use key::{Key, OwnedKey};
 pub use manager::BlockManager;
 pub use moves::Move;

@@ -81,6 +81,9 @@ pub(super) struct Places {
     v_tile_scales: usize,
     /// From a head's scales to its V scales.
     v_scales: usize,
+    /// Bytes of the tiles of all heads, and of their scales.
+    all_tiles: usize,
+    all_scales: usize,
 }
 
 /// Blocks of at least this many bytes begin at whole pages.
@@ -197,11 +200,11 @@ impl Layout {
         if self.latent { 0 } else { self.tile_scale_bytes(self.v_dim, int4::V_GROUP) }
     }
 
-    const fn head_bytes(&self) -> usize {
+    pub(super) const fn head_bytes(&self) -> usize {
         self.tiles() * (self.k_tile_bytes() + self.v_tile_bytes())
     }
 
-    const fn head_scale_bytes(&self) -> usize {
+    pub(super) const fn head_scale_bytes(&self) -> usize {
         self.tiles() * (self.k_tile_scale_bytes() + self.v_tile_scale_bytes())
     }
 
@@ -254,6 +257,8 @@ impl Layout {
             k_tile_scales,
             v_tile_scales,
             v_scales: tiles * k_tile_scales,
+            all_tiles: self.num_kv_heads * head,
+            all_scales: self.num_kv_heads * head_scales,
         }
     }
 
@@ -280,6 +285,18 @@ impl Layout {
 }
 
 impl Places {
+    /// Where the layer's tiles lie, and where their scales do: in a block all that belongs to the layer.
+    #[inline(always)]
+    pub const fn parts(&self, block: usize) -> (Range<usize>, Range<usize>) {
+        let (tiles, scales) = (self.tiles + block * self.block, self.scales + block * self.block);
+        (tiles..tiles + self.all_tiles, scales..scales + self.all_scales)
+    }
+
+    /// The same places, counted from where the layer's tiles or its scales begin in a block.
+    pub const fn within_parts(self) -> Self {
+        Self { tiles: 0, scales: 0, ..self }
+    }
+
     /// Where a K tile lies.
     #[inline(always)]
     pub const fn k_tile(&self, block: usize, head: usize, tile: usize) -> Range<usize> {

@@ -3,8 +3,7 @@
 
 use std::marker::PhantomData;
 
-use memmap2::MmapMut;
-
+use super::arena::{Arena, Frozen};
 use super::layout::{Layout, Places, TILE};
 use super::rows;
 use super::scales::Scales;
@@ -20,7 +19,7 @@ use crate::{Error, Result};
 pub struct KvStore {
     layout: Layout,
     scales: Scales,
-    arena: MmapMut,
+    arena: Arena,
     observed: Option<Observed>,
 }
 
@@ -57,15 +56,12 @@ impl KvStore {
     pub fn new(layout: Layout, scales: Scales) -> Result<Self> {
         let layout = layout.checked()?;
         let bytes = layout.total_bytes();
-        let arena = MmapMut::map_anon(bytes).map_err(|e| Error::OutOfMemory {
+        let arena = Arena::new(bytes).map_err(|e| Error::OutOfMemory {
             bytes,
             what: "the KV cache's blocks",
             reason: e.to_string(),
         })?;
         let scales = scales.checked(&layout)?;
-        // Fewer TLB misses on long contexts; a system without huge pages says no, which is no error.
-        #[cfg(target_os = "linux")]
-        let _ = arena.advise(memmap2::Advice::HugePage);
         Ok(Self { layout, scales, arena, observed: None })
     }
 
@@ -108,31 +104,39 @@ impl KvStore {
         let target = Target {
             layout: self.layout,
             places: self.layout.places(layer),
+            within: self.layout.places(layer).within_parts(),
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            bytes: &mut self.arena,
         };
+        let arena = &mut self.arena;
         with_codec!(
             self.layout.dtype,
-            |C| level.dispatch(Write::<C, _> { target, slots, k, v, codec: PhantomData }),
-            int4: level.dispatch(WriteInt4 { target, slots, k, v })
+            |C| level.dispatch(Write::<C, _> { arena, target, slots, k, v, codec: PhantomData }),
+            int4: level.dispatch(WriteInt4 { arena, target, slots, k, v })
         );
     }
 
     /// Copy a block with all its layers.
     pub fn copy_block(&mut self, src: BlockId, dst: BlockId) {
         let dst = self.layout.block(dst.index()).start;
-        self.arena.copy_within(self.layout.block(src.index()), dst);
+        self.arena.copy(self.layout.block(src.index()), dst);
     }
 
     /// A block's bytes in all layers, as they are stored: what another arena of the same layout can take over.
     pub fn block_bytes(&self, block: BlockId) -> &[u8] {
-        &self.arena[self.layout.block(block.index())]
+        &self.arena.bytes()[self.layout.block(block.index())]
     }
 
     /// A block's bytes in all layers, to be overwritten as a whole.
     pub fn block_bytes_mut(&mut self, block: BlockId) -> &mut [u8] {
-        &mut self.arena[self.layout.block(block.index())]
+        self.arena.get_mut(self.layout.block(block.index()))
+    }
+
+    /// Keep the tiles and the scales of one layer of a block as they are, and their memory, for a reader who outlives
+    /// this borrow.
+    pub fn freeze(&mut self, block: BlockId, layer: usize) -> (Frozen, Frozen) {
+        let (tiles, scales) = self.layout.places(layer).parts(block.index());
+        (self.arena.freeze(tiles), self.arena.freeze(scales))
     }
 
     /// One layer's bytes, for attention.
@@ -143,7 +147,7 @@ impl KvStore {
             places: self.layout.places(layer),
             k_scales: &self.scales.k[layer * heads..(layer + 1) * heads],
             v_scales: &self.scales.v[layer * heads..(layer + 1) * heads],
-            bytes: &self.arena,
+            bytes: self.arena.bytes(),
         }
     }
 
@@ -182,23 +186,28 @@ impl KvStore {
     }
 
     /// Overwrite all values and scales of the arena, written or not, so that `value` is read everywhere (as far as the
-    /// format has it): tests poison it, to show that nothing unwritten is read.
+    /// format has it), but for blocks of which something is frozen: tests poison it, to show that nothing unwritten is
+    /// read.
     #[doc(hidden)]
     pub fn fill(&mut self, value: f32) {
         let l = self.layout;
         let per_token = l.scale_mode == ScaleMode::PerTokenHead;
         for block in 0..l.num_blocks {
+            if self.arena.is_frozen(&l.block(block)) {
+                continue;
+            }
             let (tiles, scales) = l.parts(block);
+            let (tiles, scales) = self.arena.get_two_mut(tiles, scales);
             with_codec!(
                 l.dtype,
                 |C| {
                     let code = C::encode(if per_token { 1.0 } else { value }, 1.0);
-                    bytemuck::cast_slice_mut::<_, <C as Codec>::Elem>(&mut self.arena[tiles]).fill(code);
-                    bytemuck::cast_slice_mut::<_, f32>(&mut self.arena[scales]).fill(value);
+                    bytemuck::cast_slice_mut::<_, <C as Codec>::Elem>(tiles).fill(code);
+                    bytemuck::cast_slice_mut::<_, f32>(scales).fill(value);
                 },
                 int4: {
-                    self.arena[tiles].fill(0x55);
-                    for group in self.arena[scales].chunks_exact_mut(4 * TILE) {
+                    tiles.fill(0x55);
+                    for group in scales.chunks_exact_mut(4 * TILE) {
                         let group: &mut [u16] = bytemuck::cast_slice_mut(group);
                         group[..TILE].fill(0);
                         group[TILE..].fill(if value.is_infinite() { 0x7c00 } else { f32_to_f16(value) });
@@ -221,33 +230,37 @@ impl Observed {
     }
 }
 
-/// One layer of an arena, to be written.
+/// One layer of an arena, to be written block by block.
 struct Target<'a> {
     layout: Layout,
+    /// Where the layer's parts lie in the arena, and where things lie within these.
     places: Places,
+    within: Places,
     k_scales: &'a [f32],
     v_scales: &'a [f32],
-    bytes: &'a mut [u8],
 }
+
+/// The tiles of one layer of a block, and their scales.
+type Parts<'a> = (&'a mut [u8], &'a mut [u8]);
 
 impl Target<'_> {
     /// Store one token's row of K or V in one head: beside it goes its scale, where each row has its own.
     #[inline(always)]
-    fn put<C: Codec>(&mut self, block: usize, head: usize, token: usize, row: &[f32], is_v: bool) {
-        let (s, tile, token) = (&self.places, token / TILE, token % TILE);
+    fn put<C: Codec>(&self, (tiles, scales): &mut Parts<'_>, head: usize, token: usize, row: &[f32], is_v: bool) {
+        let (s, tile, token) = (&self.within, token / TILE, token % TILE);
         let (place, scale_place, scale) = match is_v {
-            false => (s.k_tile(block, head, tile), s.k_tile_scales(block, head, tile), self.k_scales[head]),
-            true => (s.v_tile(block, head, tile), s.v_tile_scales(block, head, tile), self.v_scales[head]),
+            false => (s.k_tile(0, head, tile), s.k_tile_scales(0, head, tile), self.k_scales[head]),
+            true => (s.v_tile(0, head, tile), s.v_tile_scales(0, head, tile), self.v_scales[head]),
         };
         let scale = match self.layout.scale_mode {
             ScaleMode::Static => scale,
             ScaleMode::PerTokenHead => {
                 let scale = C::row_scale(row);
-                bytemuck::cast_slice_mut::<_, f32>(&mut self.bytes[scale_place])[token] = scale;
+                bytemuck::cast_slice_mut::<_, f32>(&mut scales[scale_place])[token] = scale;
                 scale
             }
         };
-        let tile: &mut [C::Elem] = bytemuck::cast_slice_mut(&mut self.bytes[place]);
+        let tile: &mut [C::Elem] = bytemuck::cast_slice_mut(&mut tiles[place]);
         match is_v {
             false => rows::put_k::<C>(row, scale, tile, token),
             true => rows::put_v::<C>(row, scale, tile, self.layout.width(), token),
@@ -256,15 +269,13 @@ impl Target<'_> {
 
     /// The same as int4.
     #[inline(always)]
-    fn put_int4(&mut self, block: usize, head: usize, token: usize, row: &[f32], is_v: bool) {
-        let (s, tile, token) = (&self.places, token / TILE, token % TILE);
+    fn put_int4(&self, (tiles, scales): &mut Parts<'_>, head: usize, token: usize, row: &[f32], is_v: bool) {
+        let (s, tile, token) = (&self.within, token / TILE, token % TILE);
         let (place, groups) = match is_v {
-            false => (s.k_tile(block, head, tile), s.k_tile_scales(block, head, tile)),
-            true => (s.v_tile(block, head, tile), s.v_tile_scales(block, head, tile)),
+            false => (s.k_tile(0, head, tile), s.k_tile_scales(0, head, tile)),
+            true => (s.v_tile(0, head, tile), s.v_tile_scales(0, head, tile)),
         };
-        // Scales lie behind all tiles of the block.
-        let (tiles, rest) = self.bytes.split_at_mut(groups.start);
-        let groups: &mut [u16] = bytemuck::cast_slice_mut(&mut rest[..groups.len()]);
+        let groups: &mut [u16] = bytemuck::cast_slice_mut(&mut scales[groups]);
         match is_v {
             false => rows::put_k_int4(row, &mut tiles[place], groups, token),
             true => rows::put_v_int4(row, &mut tiles[place], groups, self.layout.width(), token),
@@ -274,6 +285,7 @@ impl Target<'_> {
 
 /// Store rows in a format of single values.
 struct Write<'a, C, I> {
+    arena: &'a mut Arena,
     target: Target<'a>,
     slots: I,
     k: &'a [f32],
@@ -285,17 +297,19 @@ impl<C: Codec, I: Iterator<Item = (BlockId, usize)>> Work for Write<'_, C, I> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, _: S) {
+    fn run<S: Simd>(self, _: S) {
         let l = self.target.layout;
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
         for (block, token) in self.slots {
+            let (tiles, scales) = self.target.places.parts(block.index());
+            let mut parts = self.arena.get_two_mut(tiles, scales);
             for head in 0..l.num_kv_heads {
                 if let Some(row) = k.next() {
-                    self.target.put::<C>(block.index(), head, token, row, false);
+                    self.target.put::<C>(&mut parts, head, token, row, false);
                 }
                 if let Some(row) = v.as_mut().and_then(Iterator::next) {
-                    self.target.put::<C>(block.index(), head, token, row, true);
+                    self.target.put::<C>(&mut parts, head, token, row, true);
                 }
             }
         }
@@ -304,6 +318,7 @@ impl<C: Codec, I: Iterator<Item = (BlockId, usize)>> Work for Write<'_, C, I> {
 
 /// Store rows as int4.
 struct WriteInt4<'a, I> {
+    arena: &'a mut Arena,
     target: Target<'a>,
     slots: I,
     k: &'a [f32],
@@ -314,17 +329,19 @@ impl<I: Iterator<Item = (BlockId, usize)>> Work for WriteInt4<'_, I> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, _: S) {
+    fn run<S: Simd>(self, _: S) {
         let l = self.target.layout;
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
         for (block, token) in self.slots {
+            let (tiles, scales) = self.target.places.parts(block.index());
+            let mut parts = self.arena.get_two_mut(tiles, scales);
             for head in 0..l.num_kv_heads {
                 if let Some(row) = k.next() {
-                    self.target.put_int4(block.index(), head, token, row, false);
+                    self.target.put_int4(&mut parts, head, token, row, false);
                 }
                 if let Some(row) = v.as_mut().and_then(Iterator::next) {
-                    self.target.put_int4(block.index(), head, token, row, true);
+                    self.target.put_int4(&mut parts, head, token, row, true);
                 }
             }
         }
