@@ -31,7 +31,7 @@ KEYS: list[Key] = [NO_KEY] * 8 + [("", None, None), ("a", None, None), (None, "a
 def values(digest: bytes, layer: int, size: int) -> Floats:
     """``size`` values, about -4 to 4, that belong to a digest and a layer."""
     raw = hashlib.shake_128(digest + bytes([layer])).digest(2 * size)
-    return np.frombuffer(raw, np.int16).astype(np.float32) / 8192
+    return np.frombuffer(raw, np.int16).astype(np.float32) / np.float32(8192)
 
 
 def digests_of(key: Key, tokens: Iterable[int], before: bytes | None = None, nonce: int = 0) -> list[bytes]:
@@ -144,6 +144,12 @@ class Index:
     def longest(self, key: Key, tokens: Iterable[int]) -> int:
         tokens = tuple(tokens)
         return max((common(e.tokens, tokens) for e in self.entries.values() if e.key == key), default=0)
+
+    def forget(self, key: Key, tokens: list[int]) -> None:
+        """A prefix is in one block only: no event tells that a pinned block has taken the place of another."""
+        gone = [b for b, e in self.entries.items() if e.key == key and e.tokens == tuple(tokens)]
+        for block in gone:
+            del self.entries[block]
 
     def ancestry(self, block: int) -> list[int]:
         """A block and all before it."""

@@ -20,7 +20,8 @@ def windowed(window: int = 64, window_blocks: int = 3, **changes: Any) -> KVCach
         KVGroup("full", [0], num_kv_heads=1, head_dim=2),
         KVGroup("sliding_window", [1], num_kv_heads=1, head_dim=2, window=window, num_blocks=window_blocks),
     ]
-    return KVCache(**({"groups": groups, "num_blocks": 16, "dtype": "float32", "num_threads": 1} | changes))
+    sizes: dict[str, Any] = {"groups": groups, "num_blocks": 16, "dtype": "float32", "num_threads": 1}
+    return KVCache(**(sizes | changes))
 
 
 def advance(cache: KVCache, seq: Sequence, n: int | None = None, shift: float = 0) -> None:
@@ -125,3 +126,26 @@ def test_which_of_two_equal_blocks_is_borrowed_does_not_depend_on_chance() -> No
         assert hit.num_cached_tokens == 10
         taken.add(tables.index(cache.block_table(hit)))
     assert len(taken) == 1
+
+
+def test_events_tell_of_a_block_whose_place_a_pinned_one_took() -> None:
+    """What is stored and not removed is what can be found."""
+    cache = KVCache(num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=4, dtype="float32", num_threads=1,
+                    max_events=100)  # fmt: skip
+    first = cache.add(range(16))
+    advance(cache, first, 3)
+    pin = cache.pin(first, 3)
+    second = computed(cache, range(16))  # borrows the three tokens, and has a block of its own
+    (other,) = cache.block_table(second)
+    advance(cache, first)  # the same tokens in the pinned block, which stays
+    cache.free(first)
+    cache.free(second)
+    found = set()
+    for event in cache.events()["events"]:
+        if event["type"] == "stored":
+            found.add(event["block"])
+        elif event["type"] == "removed":
+            found.discard(event["block"])
+    states = cache.snapshot()["groups"][0]["state"]
+    assert {block for block in range(4) if states[block] in (2, 3)} == found, other
+    cache.unpin(pin)

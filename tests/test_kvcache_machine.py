@@ -169,6 +169,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 seq, end = next((seq, at * size + n) for seq, at in holders[event["block"]]
                                 if seq.computed >= at * size + n)  # fmt: skip
                 tokens = seq.tokens[:end]
+                self.index.forget(seq.key, tokens)
                 self.index.entries[event["block"]] = Entry(seq.key, tuple(tokens), seq.ttl)
             else:
                 self.removed(event, known)
@@ -715,5 +716,6 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 class TestKVCacheMachine(KVCacheMachine.TestCase):
-    # Steps are cheap, and most machines die young.
-    settings = settings(max_examples=3 * settings.default.max_examples)
+    # With the machine of all groups more than 10,000 steps.
+    settings = settings(max_examples=4 * settings.default.max_examples,
+                        stateful_step_count=settings.default.stateful_step_count + 10)  # fmt: skip

@@ -95,7 +95,8 @@ class KVGroupsMachine(RuleBasedStateMachine):
                 max_rollback=rollback, min_prefix_tokens=least, max_events=1 << 20, _equal_hashes=equal_hashes,
                 **form, **spill)  # fmt: skip
             self.cold = KVCache(
-                groups=self.groups(dict.fromkeys(order, 16), 4), num_threads=1, enable_prefix_caching=False, **form)  # fmt: skip
+                groups=self.groups(dict.fromkeys(order, 16), 4), num_threads=1, enable_prefix_caching=False,
+                **form)  # fmt: skip
         for cache in (self.cache, self.cold):
             self.calibrate(cache)
         if form["dtype"] not in ("int8", "int4"):
@@ -317,7 +318,11 @@ class KVGroupsMachine(RuleBasedStateMachine):
             assert self.cache.stats()["used"] == counts["used"]
             short = False
             for group, kind in enumerate(self.paged):
-                free = counts["groups"][group]["free"] + counts["groups"][group]["cached"] - counts["groups"][group]["pinned"]
+                free = (
+                    counts["groups"][group]["free"]
+                    + counts["groups"][group]["cached"]
+                    - counts["groups"][group]["pinned"]
+                )
                 most = sum(-(-(seq.computed + n) // B) - len(self.table(seq, kind)) + 1 for seq, n in items.items())
                 short |= most > free
             assert short, "refused although there are blocks"
@@ -612,4 +617,5 @@ class KVGroupsMachine(RuleBasedStateMachine):
 
 
 class TestKVGroupsMachine(KVGroupsMachine.TestCase):
-    settings = settings(max_examples=3 * settings.default.max_examples)
+    settings = settings(max_examples=4 * settings.default.max_examples,
+                        stateful_step_count=settings.default.stateful_step_count + 10)  # fmt: skip
