@@ -22,7 +22,13 @@ RUST = {
     "threads": {"error"},
     "formats": {"error"},
     "simd": {"error", "formats"},
-    "storage": {"error", "formats", "paging", "simd", "threads"},  # of paging the names of blocks, nothing else: see below
+    "storage": {
+        "error",
+        "formats",
+        "paging",
+        "simd",
+        "threads",
+    },  # of paging the names of blocks, nothing else: see below
     "attention": {"error", "paging", "storage", "simd", "threads"},
     "shape": {"error"},
     "ops": {"error", "shape", "simd", "threads"},

@@ -48,7 +48,7 @@ def test_a_new_process_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     cache = make_cache(dtype="bfloat16")
     sample = Sample.random(cache, 40)
-    seq, out = compute(cache, sample.first(30))
+    seq, _ = compute(cache, sample.first(30))
     cache.append(seq, sample.tokens[30:])
     cache.save(seq, path)
     (expected,) = advance(cache, (seq, sample, 10))
@@ -203,7 +203,7 @@ def test_prefixes_come_back_as_cached_ones(tmp_path: Path) -> None:
     assert other.stats()["cached"] == saved
     assert other.load_prefixes(tmp_path / "new" / "folder") == 0
     for i, sample in enumerate(samples):
-        hit, out = compute(other, sample, salt="x" if i == 2 else None)
+        hit, _ = compute(other, sample, salt="x" if i == 2 else None)
         assert hit.num_cached_tokens == len(sample) - 1
         for layer in range(2):
             np.testing.assert_array_equal(other.read(layer, hit)[0], sample.k[layer])

@@ -140,7 +140,7 @@ def test_static_scales_of_each_layer_and_head() -> None:
             np.testing.assert_array_equal(got, codes * scale[:, None])
     for bad in (np.ones((2, 3), np.float32), np.ones((3, 2), np.float32), np.zeros((2, 2), np.float32),
                 np.full((2, 2), np.nan, np.float32), np.ones(2, np.float32)):  # fmt: skip
-        with pytest.raises(InvalidArgument, match="k_scale|scale"):
+        with pytest.raises(InvalidArgument, match="scale"):
             make_cache(dtype="fp8_e4m3", k_scale=bad)
     with pytest.raises(TypeError, match="k_scale"):
         make_cache(dtype="fp8_e4m3", k_scale="big")

@@ -151,8 +151,8 @@ def test_a_window_of_the_call_does_the_same_where_the_layer_keeps_all() -> None:
 
 
 def test_blocks_outside_the_window_go_back_to_the_pool() -> None:
-    cache = mixed(groups=[KVGroup("full", [0, 2, 3], num_kv_heads=2, head_dim=8),
-                          KVGroup("sliding_window", [1], num_kv_heads=1, head_dim=16, window=20, num_blocks=5)])  # fmt: skip
+    sliding = KVGroup("sliding_window", [1], num_kv_heads=1, head_dim=16, window=20, num_blocks=5)
+    cache = mixed(groups=[KVGroup("full", [0, 2, 3], num_kv_heads=2, head_dim=8), sliding])
     seq = cache.add(range(200))
     k = np.zeros((4, 2, 8), np.float32)
     s = np.zeros((4, 1, 16), np.float32)

@@ -112,9 +112,7 @@ def test_a_minimum_below_which_nothing_is_reused() -> None:
 
 def test_trap_3_every_part_of_the_key_counts() -> None:
     cache = make_cache(num_blocks=200)
-    keys: list[dict[str, Any]] = [
-        {part: value} for part in ("salt", "adapter", "extra") for value in (b"", b"X", b"Y")
-    ]
+    keys: list[dict[str, Any]] = [{part: value} for part in ("salt", "adapter", "extra") for value in (b"", b"X", b"Y")]
     keys += [{}, {"salt": "X", "adapter": "Y"}, {"salt": "XY"}, {"salt": "Y", "adapter": "X"}]
     sample = Sample.random(cache, 40)
     for i, key in enumerate(keys):

@@ -265,7 +265,7 @@ class KVCache:
             threads: a pool to share instead.
             enable_prefix_caching: whether written tokens may be found by later sequences.
             min_prefix_tokens: a cached prefix of fewer tokens is not reused. None: 0.
-            prefix_ttl: seconds that a prefix is kept after the last sequence that used it was freed; each hit renews it.
+            prefix_ttl: seconds that a prefix is kept after the last sequence that used it was freed; a hit renews it.
                 None: no expiry. Default: 300.
             max_pinned_fraction: share of a group's blocks that may be pinned, 0 to 1.
             max_rollback: tokens that ``truncate`` may always take back from sequences with sliding windows. None: 0.
@@ -401,7 +401,7 @@ class KVCache:
     def fork(self, seq: Sequence, n: None = None) -> Sequence: ...
     @_overload
     def fork(self, seq: Sequence, n: int) -> list[Sequence]:
-        """A second sequence with the same tokens that shares all blocks until one of the two writes; or ``n`` of them."""
+        """A second sequence with the same tokens that shares all blocks until one of the two writes; or ``n`` of it."""
 
     def reorder(self, seqs: _Iterable[Sequence], parents: _Sequence[int] | npt.NDArray[Any]) -> list[Sequence]:
         """One step of beam search: result[i] continues ``seqs[parents[i]]``.
@@ -468,8 +468,8 @@ class KVCache:
         """A sequence from a file of ``save``; what is cached already is shared, the rest takes blocks.
 
         Raises:
-            CheckpointError: the file is damaged, or of another model, dtype, layout or version. OutOfBlocks. Nothing has
-                changed then.
+            CheckpointError: the file is damaged, or of another model, dtype, layout or version. OutOfBlocks. No sequence
+                was added then.
         """
 
     def save_prefixes(self, folder: str | _PathLike[str]) -> int:
@@ -489,7 +489,7 @@ class KVCache:
         K's rows; in cross layers the encoder's tokens.
 
         Args:
-            dtype: None: float32. A numpy dtype, or float16, bfloat16, fp8_e4m3, fp8_e5m2 (types of ml_dtypes): the values
+            dtype: None: float32. A numpy dtype, or float16, bfloat16, fp8_e4m3, fp8_e5m2 (of ml_dtypes): the values
                 rounded to that type, which changes nothing if it is the cache's own and has no scales.
         """
 
@@ -528,8 +528,8 @@ class KVCache:
         """Counts over all groups, and under ``groups`` those of each, of kind cross last.
 
         Blocks: ``total`` = ``used`` (held by sequences or views) + ``cached`` (held by none, findable, ``pinned`` ones
-        among them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in ``slots`` of
-        their blocks, a shared one counted once; ``utilisation`` = tokens / slots. ``num_sequences``. Bytes:
+        among them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in
+        ``slots`` of their blocks, a shared one counted once; ``utilisation`` = tokens / slots. ``num_sequences``. Bytes:
         ``bytes_total``, ``bytes_used``, ``bytes_cached``. Since the start: ``hit_tokens`` of ``query_tokens``;
         ``evictions`` of cached blocks, ``evicted_lru`` and ``evicted_expired`` among them; ``copies`` of blocks;
         ``spills`` to the second tier and ``fetches`` from there.
@@ -539,17 +539,18 @@ class KVCache:
         """What happened to blocks since the last call, for a router or a monitor.
 
         ``events``: a list, oldest first, of dicts with ``type``: ``"stored"`` (block, group, hash, parent_hash,
-        num_tokens), ``"removed"`` (block, group, hash, cause), ``"copied"`` (group, src, dst). ``dropped``: how many older
-        ones there was no room for.
+        num_tokens), ``"removed"`` (block, group, hash, cause), ``"copied"`` (group, src, dst). ``dropped``: how many
+        older ones there was no room for.
         """
 
     def snapshot(self) -> dict[str, Any]:
         """Which block holds what now: ``kvcore.viz.block_map`` draws it.
 
         ``block_size``; ``groups``: dicts with kind, layers, window, num_blocks and for each block ``refs``, ``filled``
-        (tokens), ``pins`` (0 or 1) and ``state`` (0 vacant, 1 used, 2 cached, 3 pinned); ``sequences``: dicts with id, num_tokens,
-        num_computed, num_cached, token_ids, ``tables`` (block ids for each group, -1 for returned ones), ``cross`` (blocks of
-        the encoder's memory) and cross_tokens; ``copies``: the last block copies, [group, source, destination].
+        (tokens), ``pins`` (0 or 1) and ``state`` (0 vacant, 1 used, 2 cached, 3 pinned); ``sequences``: dicts with id,
+        num_tokens, num_computed, num_cached, token_ids, ``tables`` (block ids for each group, -1 for returned ones),
+        ``cross`` (blocks of the encoder's memory) and cross_tokens; ``copies``: the last block copies, [group, source,
+        destination].
         """
 
     def check(self) -> None:
@@ -594,7 +595,7 @@ class KVCache:
     def groups(self) -> list[KVGroup]: ...
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers but cross ones (V rows are padded to a multiple of 16 dimensions)."""
+        """Bytes of one token in all layers but cross ones (V rows are padded to a multiple of 16 dimensions)."""
 
     @property
     def nbytes(self) -> int:

@@ -190,9 +190,7 @@ def make_chat_template(tokenizer: Tokenizer | None, template: str | None = None)
     return ChatTemplate.from_tokenizer(tokenizer)
 
 
-def make_decoder(
-    spec: DecoderSpec, weights: Any, config: Mapping[str, Any], options: Options, fingerprint: str
-) -> Any:
+def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], options: Options, fingerprint: str) -> Any:
     """The decoder with its weights packed and its cache allocated; ``fingerprint`` names the weights."""
     from kvcore._kvcore import Threads
     from kvcore.models.decoder import Decoder

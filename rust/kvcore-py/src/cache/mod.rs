@@ -126,7 +126,11 @@ impl PyKvCache {
         Ok(PySequence { id, num_cached_tokens: cache.manager().num_cached_tokens(id)? })
     }
 
-    fn scales<'py>(&self, py: Python<'py>, of: fn(&kvcore::storage::Scales) -> &Vec<f32>) -> PyResult<Bound<'py, PyAny>> {
+    fn scales<'py>(
+        &self,
+        py: Python<'py>,
+        of: fn(&kvcore::storage::Scales) -> &Vec<f32>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let config = self.look(py, |cache, _| Ok(cache.config().clone())).unwrap_or_else(|_| self.config.clone());
         let scales = |layer: usize| -> Vec<f32> {
             for spec in &config.groups {
@@ -244,7 +248,10 @@ impl PyKvCache {
         let cache = KvCache::new(config.clone(), spill_dir.as_deref(), threads.level, Arc::clone(&threads.threads))
             .map_err(to_python)?;
         Ok(Self {
-            layouts: (0..config.num_layers()).map(|layer| cache.layout_of(layer)).collect::<Result<_>>().map_err(to_python)?,
+            layouts: (0..config.num_layers())
+                .map(|layer| cache.layout_of(layer))
+                .collect::<Result<_>>()
+                .map_err(to_python)?,
             kinds: cache.paged_groups().map(|spec| spec.kind.name()).collect(),
             bytes_per_token: cache.bytes_per_token(),
             nbytes: nbytes(&cache),
@@ -322,7 +329,9 @@ impl PyKvCache {
         let l = self.layout(layer)?;
         let k = floats("k", k, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.k_dim)])?;
         let v = match v {
-            None if !l.latent => return Err(invalid("v: expected an array, got None (only latent layers take none)".into())),
+            None if !l.latent => {
+                return Err(invalid("v: expected an array, got None (only latent layers take none)".into()));
+            }
             None => None,
             Some(v) => Some(floats("v", v, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.v_dim)])?),
         };
@@ -428,8 +437,7 @@ impl PyKvCache {
                 Ok(seq.get().id)
             })
             .collect::<PyResult<_>>()?;
-        let parents: Vec<usize> =
-            token_ids("parents", parents)?.into_iter().map(|parent| parent as usize).collect();
+        let parents: Vec<usize> = token_ids("parents", parents)?.into_iter().map(|parent| parent as usize).collect();
         self.change_now(py, |cache, _| {
             let ids = cache.reorder(&seqs, &parents)?;
             ids.into_iter().map(|id| Self::make_sequence(cache, id)).collect()

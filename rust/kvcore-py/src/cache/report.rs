@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use kvcore::cache::KvCache;
-use kvcore::paging::{BlockId, BlockInfo, Occupancy, Event, Events, PagingStats, SeqId};
+use kvcore::paging::{BlockId, BlockInfo, Event, Events, Occupancy, PagingStats, SeqId};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -142,7 +142,11 @@ impl Snapshot {
             groups: groups
                 .map(|(group, spec)| (spec.layers.clone(), spec.kind.window(), manager.group_snapshot(group)))
                 .collect(),
-            sequences: manager.seq_ids().into_iter().map(|seq| SequenceInfo::of(cache, seq)).collect::<Result<_, _>>()?,
+            sequences: manager
+                .seq_ids()
+                .into_iter()
+                .map(|seq| SequenceInfo::of(cache, seq))
+                .collect::<Result<_, _>>()?,
             copies: cache.recent_copies().map(|(group, src, dst)| (group, src.index(), dst.index())).collect(),
         })
     }

@@ -75,7 +75,9 @@ impl KvCache {
             found.push(Scales { k: k.into_iter().map(scale).collect(), v: v.into_iter().map(scale).collect() });
         }
         if found.iter().flat_map(|scales| scales.k.iter().chain(&scales.v)).all(|&scale| scale == 1.0) {
-            return Err(Error::InvalidState("calibrate: nothing was written, so there is nothing to learn from".into()));
+            return Err(Error::InvalidState(
+                "calibrate: nothing was written, so there is nothing to learn from".into(),
+            ));
         }
         for (store, scales) in self.stores.iter_mut().chain(&mut self.cross).zip(found) {
             store.set_scales(scales)?;
@@ -94,10 +96,11 @@ impl KvCache {
 
     /// A manager without memory of what was: its keys carry the new scales.
     fn forget_everything(&mut self) -> Result<()> {
-        let groups = self.stores.iter().zip(self.paged_groups()).map(|(store, spec)| GroupConfig {
-            num_blocks: store.layout().num_blocks,
-            window: spec.kind.window(),
-        });
+        let groups = self
+            .stores
+            .iter()
+            .zip(self.paged_groups())
+            .map(|(store, spec)| GroupConfig { num_blocks: store.layout().num_blocks, window: spec.kind.window() });
         let config = manager_config(
             &self.config,
             groups.collect(),

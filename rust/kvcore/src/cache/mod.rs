@@ -27,8 +27,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use batch::Batch;
-pub use rows::{AttendOptions, Dense};
 pub use config::{CacheConfig, GroupKind, GroupSpec};
+pub use rows::{AttendOptions, Dense};
 pub use views::{Ended, TileView};
 
 use crate::paging::{
@@ -372,14 +372,12 @@ impl KvCache {
     }
 
     /// The second tier's file and its slots in each group.
-    fn spill_file(
-        config: &CacheConfig,
-        dir: Option<&Path>,
-        stores: &[KvStore],
-    ) -> Result<(Option<SpillFile>, usize)> {
+    fn spill_file(config: &CacheConfig, dir: Option<&Path>, stores: &[KvStore]) -> Result<(Option<SpillFile>, usize)> {
         let dir = match (dir, config.spill_bytes) {
             (_, 0) => return Ok((None, 0)),
-            (None, _) => return Err(Error::InvalidArgument("spill_bytes: expected a spill_dir beside it, got none".into())),
+            (None, _) => {
+                return Err(Error::InvalidArgument("spill_bytes: expected a spill_dir beside it, got none".into()));
+            }
             (Some(dir), _) => dir,
         };
         let sizes: Vec<usize> = stores.iter().map(|store| store.layout().block_bytes()).collect();

@@ -110,7 +110,9 @@ impl KvCache {
         }
         let (store, index, rows) = match place {
             Place::Nowhere => {
-                return Err(Error::InvalidArgument(format!("attend: layer {layer} is of kind none: it keeps no K and V")));
+                return Err(Error::InvalidArgument(format!(
+                    "attend: layer {layer} is of kind none: it keeps no K and V"
+                )));
             }
             Place::Paged { group, index } => {
                 if !batch.written[layer] {

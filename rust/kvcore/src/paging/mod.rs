@@ -7,6 +7,7 @@
 //! `beams`, `pins`, `holds`, `transfer` and `stats`.
 #![forbid(unsafe_code)]
 
+mod access;
 mod admit;
 mod batch;
 mod beams;
@@ -20,7 +21,6 @@ mod group;
 mod hash;
 mod holds;
 mod key;
-mod access;
 pub mod manager;
 mod moves;
 mod pins;

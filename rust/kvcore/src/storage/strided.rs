@@ -78,7 +78,11 @@ impl Layout {
                 (Strided { offset: at, shape, strides }, (!tokens.is_multiple_of(step)).then_some(last))
             }
         };
-        let scales = |offset| Strided { offset, shape: vec![tokens, heads], strides: vec![size_of::<f32>(), self.head_scale_bytes()] };
+        let scales = |offset| Strided {
+            offset,
+            shape: vec![tokens, heads],
+            strides: vec![size_of::<f32>(), self.head_scale_bytes()],
+        };
         let has_scales = self.scale_mode == ScaleMode::PerTokenHead;
         Some(TileArrays {
             k,

@@ -13,8 +13,8 @@ mod prefixes;
 mod sequence;
 
 use super::{GroupKind, KvCache};
-use crate::storage::persist::Fingerprint;
 use crate::storage::Scales;
+use crate::storage::persist::Fingerprint;
 
 impl KvCache {
     /// What a file's bytes depend on: a file with another one is refused.

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::keys;
 use crate::cache::KvCache;
-use crate::paging::{Place, ImportEntry, OwnedKey, PrefixEntry, Retention};
+use crate::paging::{ImportEntry, OwnedKey, Place, PrefixEntry, Retention};
 use crate::storage::Cleaner;
 use crate::storage::persist::{self, Dtype, Reader, TensorSpec};
 use crate::threads::ShouldStop;

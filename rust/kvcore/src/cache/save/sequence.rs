@@ -12,14 +12,14 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::keys;
+#[cfg(doc)]
+use crate::Error;
+use crate::Result;
 use crate::cache::{Batch, KvCache};
 use crate::paging::{AddOptions, BlockId, SeqId};
 use crate::storage::Cleaner;
 use crate::storage::persist::{self, Dtype, Reader, TensorSpec};
 use crate::threads::ShouldStop;
-#[cfg(doc)]
-use crate::Error;
-use crate::Result;
 
 const KIND: &str = "sequence";
 
@@ -102,8 +102,7 @@ impl KvCache {
         let contents = self.contents(&mut reader)?;
         let key = keys::read(&mut reader, "")?;
         let use_prefix = self.cross.is_none() || key.extra.is_some();
-        let options =
-            AddOptions { key: key.as_key(), use_prefix, min_prefix_tokens: Some(0), retention: None };
+        let options = AddOptions { key: key.as_key(), use_prefix, min_prefix_tokens: Some(0), retention: None };
         let seq = self.add_whole_blocks(&contents, &options)?;
         match self.fill_sequence(seq, &contents, &mut reader) {
             Ok(()) => Ok(seq),
@@ -145,8 +144,12 @@ impl KvCache {
             let entries = reader.values::<u32>(&format!("group.{group}.held"), &[None])?;
             // A window's blocks are the last ones; everywhere else there are all.
             let first = num_blocks - entries.len().min(num_blocks);
-            let needed = spec.kind.window().map_or(0, |window| (computed + 1).saturating_sub(window) / self.config.block_size);
-            if entries.len() > num_blocks || first > needed || !(first..num_blocks).eq(entries.iter().map(|&e| e as usize)) {
+            let needed =
+                spec.kind.window().map_or(0, |window| (computed + 1).saturating_sub(window) / self.config.block_size);
+            if entries.len() > num_blocks
+                || first > needed
+                || !(first..num_blocks).eq(entries.iter().map(|&e| e as usize))
+            {
                 return Err(reader.error(format!("group {group}: blocks are missing")));
             }
             held.push(entries);
@@ -190,7 +193,8 @@ impl KvCache {
         for (group, held) in contents.held.iter().enumerate() {
             let store = &mut self.stores[group];
             let bytes = store.layout().block_bytes();
-            let mut blocks = reader.tensor(&format!("group.{group}.blocks"), Dtype::U8, &[Some(held.len()), Some(bytes)])?;
+            let mut blocks =
+                reader.tensor(&format!("group.{group}.blocks"), Dtype::U8, &[Some(held.len()), Some(bytes)])?;
             // What the file has are the last entries of the table.
             let first_held = held.first().map_or(entries.end, |&at| at as usize);
             blocks.skip(entries.start.saturating_sub(first_held) * bytes)?;
