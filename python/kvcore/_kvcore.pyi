@@ -468,8 +468,8 @@ class KVCache:
         """A sequence from a file of ``save``; what is cached already is shared, the rest takes blocks.
 
         Raises:
-            CheckpointError: the file is damaged, or of another model, dtype, layout or version. OutOfBlocks. No sequence
-                was added then.
+            CheckpointError: the file is damaged, or of another model, dtype, layout or version. OutOfBlocks. No
+                sequence was added then.
         """
 
     def save_prefixes(self, folder: str | _PathLike[str]) -> int:
@@ -527,10 +527,10 @@ class KVCache:
     def stats(self) -> dict[str, Any]:
         """Counts over all groups, and under ``groups`` those of each, of kind cross last.
 
-        Blocks: ``total`` = ``used`` (held by sequences or views) + ``cached`` (held by none, findable, ``pinned`` ones
-        among them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in
-        ``slots`` of their blocks, a shared one counted once; ``utilisation`` = tokens / slots. ``num_sequences``. Bytes:
-        ``bytes_total``, ``bytes_used``, ``bytes_cached``. Since the start: ``hit_tokens`` of ``query_tokens``;
+        Blocks: ``total`` = ``used`` (held by sequences or views) + ``cached`` (held by none, findable, ``pinned``
+        ones among them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in
+        ``slots`` of their blocks, a shared one counted once; ``utilisation`` = tokens / slots. ``num_sequences``.
+        Bytes: ``bytes_total``, ``bytes_used``, ``bytes_cached``. Since the start: ``hit_tokens`` of ``query_tokens``;
         ``evictions`` of cached blocks, ``evicted_lru`` and ``evicted_expired`` among them; ``copies`` of blocks;
         ``spills`` to the second tier and ``fetches`` from there.
         """

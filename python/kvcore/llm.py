@@ -89,8 +89,8 @@ class LLM:
             max_num_seqs: the most requests that run at once; others wait.
             max_num_batched_tokens: the most tokens of a step; longer prompts go in chunks.
             enable_prefix_caching: share the blocks of equal front parts, also those of ended requests.
-            prefix_ttl: seconds that a prefix is kept after the last request that used it; a hit renews it. None: until its
-                space is needed.
+            prefix_ttl: seconds that a prefix is kept after the last request that used it; a hit renews it. None: until
+                its space is needed.
             num_threads: threads of the kernels. None: one per core that the process may use.
             seed: makes requests without a seed reproducible, given the order of submission.
 
