@@ -81,6 +81,8 @@ class Live:
     freed: bool = False
     encoder: bytes = b""
     """Digest of its encoder's input, if it has any."""
+    begun: int = 0
+    """Tokens that it began with, from the cache or from a file."""
     reach: int = 0
     """Tokens that were computed when it was last planned: a rollback is counted from there."""
 
@@ -94,7 +96,7 @@ class Live:
     def branch(self, handle: Sequence) -> Live:
         """The model of a fork."""
         return Live(handle, [*self.tokens], self.key, self.shares, self.family, self.era, self.ttl, [*self.digests],
-                    self.computed, self.borrowed, encoder=self.encoder, reach=self.reach)  # fmt: skip
+                    self.computed, self.borrowed, encoder=self.encoder, begun=self.begun, reach=self.reach)  # fmt: skip
 
     def cut(self, num_tokens: int) -> None:
         del self.tokens[num_tokens:], self.digests[num_tokens:]
@@ -158,10 +160,10 @@ class Index:
                  and len(e.tokens) % self.block_size == 0 and of.tokens[: len(e.tokens)] == e.tokens]  # fmt: skip
         return [*chain, block]
 
-    def path(self, key: Key, tokens: list[int], num_tokens: int) -> list[int]:
+    def path(self, key: Key, tokens: list[int], num_tokens: int, own: list[int]) -> list[int]:
         """The blocks of the first ``num_tokens`` of a published prefix.
 
-        Its whole blocks, and of those that begin with the rest the first in the order of tokens.
+        Its whole blocks, and of those that begin with the rest its own, or else the first in the order of tokens.
         """
         size, path = self.block_size, []
         for start in range(0, num_tokens, size):
@@ -171,7 +173,8 @@ class Index:
                      if e.key == key and self.start(b) == start and e.tokens[: len(part)] == part]  # fmt: skip
             if not found:
                 break
-            path.append(min(found)[1])
+            mine = [] if whole else [b for _, b in found if b in own]
+            path.append(mine[0] if mine else min(found)[1])
         return path
 
     def is_left_behind(self, block: int) -> bool:

@@ -537,7 +537,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             pin, message = None, str(error)
         assert self.publishes(seq)
         self.sync()
-        blocks, kept = self.index.path(seq.key, seq.tokens[: seq.computed], n), self.pinned_blocks()
+        blocks = self.index.path(seq.key, seq.tokens[: seq.computed], n, self.tables[seq])
+        kept = self.pinned_blocks()
         assert len(blocks) == self.blocks_for(n)
         more, limit = len({*blocks} - kept), self.cache.num_blocks // 2
         if pin is None:

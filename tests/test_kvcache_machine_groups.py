@@ -238,13 +238,14 @@ class KVGroupsMachine(RuleBasedStateMachine):
         if not seq.freed and then_compute:
             self.compute_all(seq)
 
-    def admit(self, seq: Live, least: int) -> None:
-        seq.computed = seq.reach = seq.handle.num_cached_tokens
+    def admit(self, seq: Live, least: int | None = None) -> None:
+        """Without ``least`` less than there is may be taken: a file fills whole blocks."""
+        seq.computed = seq.begun = seq.reach = seq.handle.num_cached_tokens
         self.sync()
         known = max((common(tokens, seq.tokens) for key, tokens in self.published if key == seq.key), default=0)
         found = min(known, len(seq.tokens) - 1) if seq.shares else 0
         assert seq.computed <= found
-        if not self.forgot:
+        if not self.forgot and least is not None:
             assert seq.computed == (found if found >= least else 0)
         self.live.append(seq)
 
@@ -423,8 +424,8 @@ class KVGroupsMachine(RuleBasedStateMachine):
         gone = self.passed(seq) if WINDOW in self.paged else 0
         least = gone * B + self.window - 1 if gone else 0
         if min(n, seq.computed) < least:
-            # A hit brings back only what is needed to go on, so the promise is about tokens computed since.
-            assert n < seq.reach - self.rollback or n < seq.handle.num_cached_tokens + self.rollback
+            # A hit or a file brings back only what is needed to go on: the promise is about tokens computed since.
+            assert n < seq.reach - self.rollback or n < seq.begun + self.rollback
             with pytest.raises(InvalidArgument, match="max_rollback"):
                 self.cache.truncate(seq.handle, n)
             return
@@ -513,8 +514,8 @@ class KVGroupsMachine(RuleBasedStateMachine):
             return
         copy = Live(handle, [*seq.tokens], seq.key, True, seq.family, self.era, math.inf, [*seq.digests],
                     encoder=seq.encoder)  # fmt: skip
-        self.admit(copy, 0)
-        copy.computed = max(copy.computed, seq.computed)
+        self.admit(copy)
+        copy.computed = copy.begun = max(copy.computed, seq.computed)
         self.published.append((copy.key, copy.tokens[: copy.computed]))
 
     @precondition(lambda self: len(self.published) > 2)
