@@ -107,15 +107,17 @@ impl Scale {
         Ok(Self::One(number as f32))
     }
 
-    fn of(&self, name: &str, layers: &[usize], num_kv_heads: usize) -> PyResult<Vec<f32>> {
+    /// The scales of some layers. `most` heads is what the array has where layers have different numbers: rows of those
+    /// that have fewer are filled up.
+    fn of(&self, name: &str, layers: &[usize], num_kv_heads: usize, most: usize) -> PyResult<Vec<f32>> {
         match self {
             Self::One(scale) => Ok(vec![*scale; layers.len() * num_kv_heads]),
-            Self::Each { values, heads } if *heads == num_kv_heads => {
-                Ok(layers.iter().flat_map(|&layer| &values[layer * heads..(layer + 1) * heads]).copied().collect())
+            Self::Each { values, heads } if *heads == most => {
+                Ok(layers.iter().flat_map(|&layer| &values[layer * heads..][..num_kv_heads]).copied().collect())
             }
-            Self::Each { heads, .. } => Err(invalid(format!(
-                "{name}: expected a scale for each of a layer's {num_kv_heads} KV heads, got {heads}"
-            ))),
+            Self::Each { heads, .. } => {
+                Err(invalid(format!("{name}: expected a scale for each of a layer's {most} KV heads, got {heads}")))
+            }
         }
     }
 }
@@ -131,13 +133,14 @@ pub fn set_scales(
     }
     let num_layers = config.num_layers();
     let (k, v) = (Scale::get("k_scale", k_scale, num_layers)?, Scale::get("v_scale", v_scale, num_layers)?);
+    let most = config.groups.iter().map(|spec| spec.num_kv_heads).max().unwrap_or(0);
     for spec in config.groups.iter_mut().filter(|spec| spec.kind != GroupKind::None) {
         if let Some(layer) = spec.layers.iter().find(|&&layer| layer >= num_layers) {
             return Err(invalid(format!("groups: layer {layer} of {num_layers}")));
         }
         spec.scales = Some(Scales {
-            k: k.of("k_scale", &spec.layers, spec.num_kv_heads)?,
-            v: v.of("v_scale", &spec.layers, spec.num_kv_heads)?,
+            k: k.of("k_scale", &spec.layers, spec.num_kv_heads, most)?,
+            v: v.of("v_scale", &spec.layers, spec.num_kv_heads, most)?,
         });
     }
     Ok(())

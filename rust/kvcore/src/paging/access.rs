@@ -13,6 +13,12 @@ impl BlockManager {
         Ok(self.sequences.get(seq)?.domain.as_key())
     }
 
+    /// Whether what a sequence computes may be found by others. Errors: `InvalidHandle`.
+    pub fn is_shared(&self, seq: SeqId) -> Result<bool> {
+        let sequence = self.sequences.get(seq)?;
+        Ok(sequence.use_prefix && sequence.era == self.era)
+    }
+
     /// Returns the blocks of a window's group before entry `until` of the block table, which hold nothing that a query to
     /// come will see. Errors: `InvalidHandle`, `InvalidArgument` for a group that keeps all tokens.
     pub fn return_blocks(&mut self, seq: SeqId, group: usize, until: usize) -> Result<()> {

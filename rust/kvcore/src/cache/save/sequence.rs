@@ -1,7 +1,7 @@
 //! One sequence in a file.
 //!
 //! ```text
-//! token_ids u32 [n]    computed u64 [1]    key: salt, adapter, extra u8 [..], where there are
+//! token_ids u32 [n]    computed u64 [1]    shared u8 [1]    key: salt, adapter, extra u8 [..], where there are
 //! group.G.held u32 [m]         which entries of the block table there are (a sliding window returns early ones)
 //! group.G.blocks u8 [m, bytes of a block]
 //! cross.tokens u64 [1]   cross.written u8 [layers]   cross.blocks u8 [.., bytes of a block]
@@ -40,11 +40,12 @@ impl KvCache {
     pub fn save(&self, seq: SeqId, path: &Path, should_stop: ShouldStop<'_>) -> Result<()> {
         let token_ids = self.manager.token_ids(seq)?;
         let computed = self.manager.num_computed_tokens(seq)?;
-        let key = self.manager.key(seq)?;
+        let (key, shared) = (self.manager.key(seq)?, self.manager.is_shared(seq)?);
         let num_blocks = computed.div_ceil(self.config.block_size);
         let mut specs = vec![
             TensorSpec::new("computed", Dtype::U64, [1]),
             TensorSpec::new("token_ids", Dtype::U32, [token_ids.len()]),
+            TensorSpec::new("shared", Dtype::U8, [1]),
         ];
         let mut held = Vec::new();
         for (group, store) in self.stores.iter().enumerate() {
@@ -67,6 +68,7 @@ impl KvCache {
         persist::save(path, KIND, &self.fingerprint(), &specs, should_stop, |writer| {
             writer.values("computed", &[computed as u64])?;
             writer.values("token_ids", token_ids)?;
+            writer.values("shared", &[u8::from(shared)])?;
             for (group, store) in self.stores.iter().enumerate() {
                 let table = self.manager.block_table(seq, group)?;
                 writer.values(&format!("group.{group}.held"), &held[group])?;
@@ -101,7 +103,9 @@ impl KvCache {
         let mut reader = Reader::open(path, KIND, &self.fingerprint(), should_stop)?;
         let contents = self.contents(&mut reader)?;
         let key = keys::read(&mut reader, "")?;
-        let use_prefix = self.cross.is_none() || key.extra.is_some();
+        // What was private stays so.
+        let shared = reader.values::<u8>("shared", &[Some(1)])?[0] != 0;
+        let use_prefix = shared && (self.cross.is_none() || key.extra.is_some());
         let options = AddOptions { key: key.as_key(), use_prefix, min_prefix_tokens: Some(0), retention: None };
         let seq = self.add_whole_blocks(&contents, &options)?;
         match self.fill_sequence(seq, &contents, &mut reader) {
