@@ -3,9 +3,9 @@
     python benches/quality.py [--model smollm2] [--tokens 20000] [--context 2048] [--formats int8,int4] [--json]
 
     reference: the model with a float32 cache
-    for each format:                                       two models at a time, the reference and the format
+    for each few formats:                    --together of them have a model open at a time, besides the reference
         for each window of the text:
-            logits of both, over the same tokens
+            logits of the reference and of each format, over the same tokens
             surprise of each next token; distance of the logits from the reference's
 
 A window is ``context`` tokens, and its last row predicts the token behind it, so that windows side by side predict
@@ -13,7 +13,7 @@ every token once. They are spread evenly over the text. Weights are the same in 
 Formats with static scales are calibrated on pieces of the same text that no window touches. Formats that this build of
 kvcore lacks are left out, with a note.
 
-Takes 8 bytes for each of context x vocabulary logits besides the two models.
+Takes 8 bytes for each of context x vocabulary logits besides the models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,17 +194,24 @@ class Measurement:
         self.notes: list[str] = []
         self._base: npt.NDArray[np.float64] | None = None
 
-    def run(self, formats: Sequence[Format], show: Show = lambda name, tokens: None) -> None:
-        """Fill ``rows`` and ``notes``, format by format. bfloat16 is measured first, as all are compared with it."""
+    def run(self, formats: Sequence[Format], together: int = 4, show: Show = lambda name, tokens: None) -> None:
+        """Fill ``rows`` and ``notes``, ``together`` formats at a time.
+
+        bfloat16 is among the first, as all are compared with it. An interrupt leaves the rows that are complete.
+        """
+        queue = sorted(formats, key=lambda form: form is not BASE)
+        for start in range(0, len(queue), together):
+            with ExitStack() as stack:
+                models: list[tuple[Format, LLM]] = []
+                for form in queue[start : start + together]:
+                    try:
+                        models.append((form, stack.enter_context(self._opened(form))))
+                    except LacksFormatError as error:
+                        self.notes.append(f"{form.name}: left out: {error}")
+                        show(form.name, self.num_tokens)
+                self._measure(models, show)
         order = {form.name: i for i, form in enumerate(formats)}
-        for form in sorted(formats, key=lambda f: f is not BASE):
-            try:
-                with self._opened(form) as llm:
-                    self._measure(form, llm, show)
-            except LacksFormatError as error:
-                self.notes.append(f"{form.name}: left out: {error}")
-                show(form.name, self.num_tokens)
-            self.rows.sort(key=lambda row: order[row.format])
+        self.rows.sort(key=lambda row: order[row.format])
 
     @contextmanager
     def _opened(self, form: Format) -> Iterator[LLM]:
@@ -224,27 +231,29 @@ class Measurement:
                 calibrate(self._pieces)
             yield llm
 
-    def _measure(self, form: Format, llm: LLM, show: Show) -> None:
-        score = Score()
-        for start, n in self.windows:
+    def _measure(self, models: Sequence[tuple[Format, LLM]], show: Show) -> None:
+        scores = [Score() for _ in models]
+        for start, n in self.windows if models else ():
             inputs, targets = self._ids[start : start + n], self._ids[start + 1 : start + n + 1]
             expected = self._reference.logits(inputs)
-            score.add(expected if llm is self._reference else llm.logits(inputs), expected, targets)
-            show(form.name, n)
-        tokens = score.tokens
-        if form is BASE:
-            self._base = tokens
-        change, uncertainty = (None, None) if self._base is None else compare(tokens, self._base)
-        self.rows.append(
-            Row(
-                format=form.name,
-                bytes_per_token=llm.cache.bytes_per_token,
-                perplexity=perplexity(tokens),
-                change=change,
-                uncertainty=uncertainty,
-                largest_logit_error=score.largest,
-                mean_logit_error=score.total / score.count,
-            )
+            for (form, llm), score in zip(models, scores, strict=True):
+                score.add(expected if llm is self._reference else llm.logits(inputs), expected, targets)
+                show(form.name, n)
+        for (form, llm), score in zip(models, scores, strict=True):
+            if form is BASE:
+                self._base = score.tokens
+            self.rows.append(self._row(form, llm, score))
+
+    def _row(self, form: Format, llm: LLM, score: Score) -> Row:
+        change, uncertainty = (None, None) if self._base is None else compare(score.tokens, self._base)
+        return Row(
+            format=form.name,
+            bytes_per_token=llm.cache.bytes_per_token,
+            perplexity=perplexity(score.tokens),
+            change=change,
+            uncertainty=uncertainty,
+            largest_logit_error=score.largest,
+            mean_logit_error=score.total / score.count,
         )
 
 
@@ -308,13 +317,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens to predict; 20000")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a window; 2048")
     parser.add_argument("--formats", help="beginnings of names, separated by commas: fp8_e4m3,int8; all")
+    parser.add_argument("--together", type=int, default=4, help="formats that have a model open at a time; 4")
     parser.add_argument("--text", type=Path, help="a UTF-8 file; Debian's bible-kjv-text, else licence texts")
     parser.add_argument("--num-threads", type=int, help="one per core")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     args = parser.parse_args(arguments)
-    for name in ("tokens", "context"):
+    for name in ("tokens", "context", "together"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     try:
@@ -373,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise NoTextError(f"{text.name}: expected at least 2 tokens, got {len(ids)}")
             measured, name = Measurement(open_model, reference, ids, args.tokens, args.context), text.name
             with progress_bar(measured.num_tokens * len(args.formats)) as show:
-                measured.run(args.formats, show)
+                measured.run(args.formats, args.together, show)
     except KeyboardInterrupt:
         print("interrupted: what is printed was done by then", file=sys.stderr)
         status = 130

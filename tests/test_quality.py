@@ -31,10 +31,10 @@ def tiny(**options: Any) -> LLM:
     return LLM.from_config(TINY, dtype="float32", num_kv_blocks=4, num_threads=1, seed=5, **options)
 
 
-def measure(formats: list[quality.Format], ids: list[int], tokens: int, context: int = 48) -> quality.Measurement:
+def measure(formats: list[quality.Format], ids: list[int], tokens: int, together: int = 2) -> quality.Measurement:
     with tiny(**quality.REFERENCE.options) as reference:
-        measured = quality.Measurement(tiny, reference, ids, tokens, context)
-        measured.run(formats)
+        measured = quality.Measurement(tiny, reference, ids, tokens, context=48)
+        measured.run(formats, together)
         return measured
 
 
@@ -181,9 +181,10 @@ def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def test_formats_of_a_random_model() -> None:
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_formats_of_a_random_model(together: int) -> None:
     ids = np.random.default_rng(1).integers(0, 96, 400).tolist()
-    measured = measure([quality.REFERENCE, quality.BASE, FP8], ids, 120)
+    measured = measure([quality.REFERENCE, quality.BASE, FP8], ids, 120, together)
     reference, base, fp8 = measured.rows
     assert [row.format for row in measured.rows] == ["float32", "bfloat16", FP8.name]
     assert measured.num_tokens == 120
@@ -281,6 +282,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     [
         ("--tokens", "0"),
         ("--context", "-1"),
+        ("--together", "0"),
         ("--formats", "int3"),
         ("--json", "--markdown"),
         ("--model", "nowhere", "--text", __file__),
