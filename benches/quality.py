@@ -186,9 +186,9 @@ class Measurement:
         self._reference = reference
         self._ids = ids
         self.windows = windows(len(ids), tokens, context)
-        pieces = [list(ids[a:b]) for a, b in calibration_pieces(self.windows, len(ids), context)]
-        tokenizer = reference.tokenizer
-        self._pieces: list[Any] = pieces if tokenizer is None else [tokenizer.decode(piece) for piece in pieces]
+        # One less than a window: calibrating samples a token behind each piece.
+        pieces = calibration_pieces(self.windows, len(ids), max(context - 1, 1))
+        self._pieces = [list(ids[start:end]) for start, end in pieces]
         self.num_tokens = sum(n for _, n in self.windows)
         self.rows: list[Row] = []
         self.notes: list[str] = []
@@ -313,7 +313,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a model with a tokenizer; smollm2")
-    parser.add_argument("--dtype", default="bfloat16", help="what weights are held in, in all rows; bfloat16")
+    parser.add_argument("--dtype", default="float32", help="what weights are held in, in all rows; float32")
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens to predict; 20000")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a window; 2048")
     parser.add_argument("--formats", help="beginnings of names, separated by commas: fp8_e4m3,int8; all")
@@ -366,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return LLM(
             args.model,
             dtype=args.dtype,
-            num_kv_blocks=-(-args.context // 16),
+            num_kv_blocks=args.context // 16 + 1,
             num_threads=args.num_threads,
             enable_prefix_caching=False,
             **options,
