@@ -4,6 +4,7 @@
     tiles.svg          where K and V lie, by the formulas of rust/kvcore/src/storage/layout.rs
     positions.svg      token positions that a real run processes in each round, with and without the cache
     house.svg          who imports whom, read from the code
+    block_map.svg      what kvcore.viz.block_map shows of a small real cache
 
 Nothing in them is typed in by hand but words: a test draws them again and compares. They have a background of their
 own, so that they can be read on light and dark pages.
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -25,7 +27,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import house
 
+import kvcore
 from kvcore import LLM, KVCache, SamplingParams, Sequence
+from kvcore.viz import block_map
 
 ROOT = house.ROOT
 IMAGES = ROOT / "docs" / "img"
@@ -435,11 +439,84 @@ def _mark(canvas: Canvas, x: float, y: float, how: str, r: float, color: str = S
         canvas.circle(x, y, r - 0.5, PAPER, SOFT)
 
 
+# -- the block map ----------------------------------------------------------------------------------------------------
+
+
+def take_snapshot() -> Any:
+    """Two groups, one with a window: a prompt, another that equals it for 36 tokens, a fork, a pin, an old prompt."""
+    cache = KVCache(
+        groups=[
+            kvcore.KVGroup("full", [0], num_kv_heads=1, head_dim=2, num_blocks=40),
+            kvcore.KVGroup("sliding_window", [1], num_kv_heads=1, head_dim=2, window=32, num_blocks=12),
+        ],
+        dtype="float32",
+        clock=lambda: 0.0,
+    )
+
+    def compute(seq: Sequence) -> None:
+        n = cache.num_tokens(seq) - cache.num_computed_tokens(seq)
+        batch = cache.plan([(seq, n)])
+        zeros = np.zeros((n, 1, 2), np.float32)
+        for layer in range(2):
+            cache.write(layer, batch, zeros, zeros)
+        cache.commit(batch)
+
+    old = cache.add(range(200, 260))
+    compute(old)
+    cache.pin(old, 16)
+    cache.free(old)
+    first = cache.add(range(100, 172))
+    compute(first)
+    second = cache.add([*range(100, 136), *range(20)])
+    compute(second)
+    fork = cache.fork(first)
+    cache.append(fork, [1, 2])
+    compute(fork)
+    cache.append(first, [3])
+    cache.check()
+    return cache.snapshot()
+
+
+# SWITCH: goes, with the choice in draw_block_map, when KVCache has snapshot(). It is what take_snapshot should give.
+HAND_MADE: dict[str, Any] = {
+    "block_size": 16,
+    "groups": [
+        {
+            "kind": "full", "layers": [0], "num_blocks": 40, "window": None,
+            "refs": [0, 0, 0, 0, 3, 3, 2, 2, 1, 1, 1, 1] + [0] * 28,
+            "filled": [16, 16, 16, 12, 16, 16, 16, 16, 8, 16, 8, 10] + [0] * 28,
+            "state": [3, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1] + [0] * 28,
+        },
+        {
+            "kind": "sliding_window", "layers": [1], "num_blocks": 12, "window": 32,
+            "refs": [0, 0, 0, 2, 2, 1, 1, 1, 1, 0, 0, 0],
+            "filled": [16, 16, 12, 16, 16, 8, 16, 8, 10, 0, 0, 0],
+            "state": [3, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+        },
+    ],
+    "sequences": [
+        {"id": 1, "num_tokens": 73, "num_computed": 72, "num_cached": 0, "cross": [],
+         "tables": [[4, 5, 6, 7, 8], [-1, -1, 3, 4, 5]]},
+        {"id": 2, "num_tokens": 56, "num_computed": 56, "num_cached": 36, "cross": [],
+         "tables": [[4, 5, 9, 10], [-1, -1, 6, 7]]},
+        {"id": 3, "num_tokens": 74, "num_computed": 74, "num_cached": 0, "cross": [],
+         "tables": [[4, 5, 6, 7, 11], [-1, -1, 3, 4, 8]]},
+    ],
+    "copies": [[0, 6, 9], [0, 8, 11], [1, 5, 8]],
+}  # fmt: skip
+
+
+def draw_block_map() -> str:
+    """A cache of two groups."""
+    return block_map(take_snapshot() if hasattr(KVCache, "snapshot") else HAND_MADE).svg
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "block_tables.svg": draw_block_tables,
     "tiles.svg": draw_tiles,
     "positions.svg": draw_positions,
     "house.svg": draw_house,
+    "block_map.svg": draw_block_map,
 }
 
 

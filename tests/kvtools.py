@@ -61,7 +61,7 @@ def rounded(x: npt.ArrayLike, dtype: str, scale: float = 1.0) -> Floats:
         if dtype == "float32":
             return x.copy()
         if dtype == "float16":
-            return x.astype(np.float16).astype(np.float32)
+            return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float32)
         if dtype == "bfloat16":
             return x.astype(ml_dtypes.bfloat16).astype(np.float32)
         assert dtype == "fp8_e4m3"
@@ -168,7 +168,7 @@ def run_python(code: str, timeout: float = 60, **env: str) -> str:
     """Run code in a fresh interpreter that can import this module; its standard output."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", code],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | env,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])} | env,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -416,7 +416,10 @@ def test_shapes_are_named() -> None:
     for scale in (float("nan"), float("inf"), 1e300):
         with pytest.raises(InvalidArgument, match="scale"):
             world.cache.attend(0, world.batch, floats(5, 4, 8), scale)
-    for name in ("window", "softcap", "sinks"):
+    for window in (0, -1):
+        with pytest.raises(InvalidArgument, match="window"):
+            world.cache.attend(0, world.batch, floats(5, 4, 8), window=window)
+    for name in ("softcap", "sinks"):
         with pytest.raises(NotImplementedError, match=name):
             world.cache.attend(0, world.batch, floats(5, 4, 8), **{name: 4})
     with pytest.raises(InvalidArgument, match="layer: expected 0 to 1, got 2"):

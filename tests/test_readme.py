@@ -1,6 +1,6 @@
 """Every example of the README and of docs/ runs and prints what the page says.
 
-    ```python          code; the blocks of one section (##) go on from each other
+    ```python          code; the blocks of one section (##) go on from each other, and on some pages from the first one
     ```python model    code that needs the SmolLM2 file
     ```text            right behind a python block: what it prints
     ```console         commands behind "$ ", each with what it prints; `console model` needs the file
@@ -28,6 +28,19 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SECONDS = 300
+
+GOES_ON_FROM = {"cache.md": "Quickstart"}
+"""Pages on which every section goes on from the first one."""
+
+# PENDING: sections about what KVCache does not do yet. Whatever passes must leave this set; in the end the set goes.
+PENDING = {
+    ("cache.md", title)
+    for title in (
+        "Sharing to the token", "Keys: who may share", "How long prefixes stay", "Fork, reorder, truncate",
+        "Layers of different kinds", "Number formats and scales", "Saving and loading", "A second tier on disk",
+        "Looking inside",
+    )
+}  # fmt: skip
 
 
 @dataclass
@@ -84,7 +97,10 @@ def cases(kind: str) -> list[Any]:
         pytest.param(
             section,
             id=f"{section.page}: {section.title}",
-            marks=[pytest.mark.model] if section.needs_model(kind) else [],
+            marks=[
+                *([pytest.mark.model] if section.needs_model(kind) else []),
+                *([pytest.mark.xfail(strict=True)] if (section.page, section.title) in PENDING else []),
+            ],
         )
         for section in found
     ]
@@ -113,7 +129,9 @@ def test_the_readme_has_examples() -> None:
 @pytest.mark.parametrize("section", cases("python"))
 def test_python(section: Section) -> None:
     values: dict[str, Any] = {"__name__": "readme"}
-    for block in section.blocks:
+    first = GOES_ON_FROM.get(section.page)
+    before = [s for s in SECTIONS if s.page == section.page and s.title == first and s is not section]
+    for block in [block for s in [*before, section] for block in s.blocks]:
         if block.kind != "python":
             continue
         printed = io.StringIO()

@@ -12,7 +12,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcore._kvcore import Batch, KVCache, Linear, Sequence, Threads, __version__, available_simd, simd
+from kvcore._kvcore import (
+    Batch,
+    KVCache,
+    KVGroup,
+    Linear,
+    Pin,
+    Sequence,
+    Threads,
+    TileView,
+    __version__,
+    available_simd,
+    simd,
+)
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import (
     CheckpointError,
@@ -22,11 +34,13 @@ from kvcore.errors import (
     KvcoreError,
     OutOfBlocks,
     OutOfMemory,
+    PinLimit,
     StaleBatch,
     UnsupportedSimd,
 )
 
 if TYPE_CHECKING:
+    from kvcore import viz
     from kvcore.llm import LLM
     from kvcore.outputs import CompletionOutput, RequestOutput
 
@@ -39,29 +53,36 @@ __all__ = [
     "InvalidHandle",
     "InvalidState",
     "KVCache",
+    "KVGroup",
     "KvcoreError",
     "Linear",
     "OutOfBlocks",
     "OutOfMemory",
+    "Pin",
+    "PinLimit",
     "RequestOutput",
     "SamplingParams",
     "Sequence",
     "StaleBatch",
     "Threads",
+    "TileView",
     "UnsupportedSimd",
     "__version__",
     "available_simd",
     "simd",
+    "viz",
 ]
 
 _LAZY = {"LLM": "kvcore.llm", "RequestOutput": "kvcore.outputs", "CompletionOutput": "kvcore.outputs"}
 
 
 def __getattr__(name: str) -> Any:
-    # The cache alone needs numpy and nothing else; the model side is imported when it is first asked for.
-    if name in _LAZY:
-        from importlib import import_module
+    # The cache alone needs numpy and nothing else; the rest is imported when it is first asked for.
+    from importlib import import_module
 
+    if name == "viz":
+        return import_module("kvcore.viz")
+    if name in _LAZY:
         value = getattr(import_module(_LAZY[name]), name)
         globals()[name] = value
         return value

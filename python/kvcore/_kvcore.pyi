@@ -1,7 +1,11 @@
 """Types and documentation of the native core."""
 
+from collections.abc import Callable as _Callable
+from collections.abc import Iterable as _Iterable
 from collections.abc import Sequence as _Sequence
-from typing import Any, final
+from os import PathLike as _PathLike
+from typing import Any, TypeVar, final
+from typing import overload as _overload
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +14,12 @@ __all__ = [
     "Arena",
     "Batch",
     "KVCache",
+    "KVGroup",
     "Linear",
+    "Pin",
     "Sequence",
     "Threads",
+    "TileView",
     "__version__",
     "argmax",
     "available_simd",
@@ -27,8 +34,10 @@ __all__ = [
 
 __version__: str
 
+_T = TypeVar("_T")
+
 _Floats = npt.NDArray[Any]
-"""float32; float16 and ml_dtypes' bfloat16 are widened, other dtypes are a TypeError."""
+"""float32; float16 and ml_dtypes' bfloat16 and fp8 types are widened, other dtypes are a TypeError."""
 
 @final
 class Threads:
@@ -61,6 +70,63 @@ class Sequence:
         """Tokens whose K and V came from the prefix cache when the sequence was added."""
 
 @final
+class Pin:
+    """A prefix that ``KVCache.pin`` keeps until ``KVCache.unpin``."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefix."""
+
+@final
+class TileView:
+    """Up to 16 tokens of a sequence in one layer, where they lie: what ``KVCache.view`` gives.
+
+    Read-only arrays on the cache's memory, of the type that is stored: float32, float16, int8, or ml_dtypes'
+    bfloat16, float8_e4m3fn, float8_e5m2. ``np.from_dlpack`` (numpy 2.1 or newer) and ``memoryview`` take those of
+    numpy's own types; others' bits go as ``view.k.view("uint16")`` (bfloat16) or ``"uint8"`` (fp8).
+
+    float32 and float16 store single values; the others store pairs, of two dimensions of K and of two tokens of V.
+    ``k.reshape(num_tokens, num_kv_heads, head_dim)`` and ``v.reshape(-1, num_kv_heads, v_head_dim)`` undo the pairs,
+    and copy.
+
+    Nothing that is done to the sequence or the cache changes what the arrays show. Any of them, and any array made of
+    them, keeps the block (it counts as used, and a sequence that goes on in it writes into a copy) and the memory of
+    its group's whole pool, also after ``close``.
+    """
+
+    @property
+    def k(self) -> npt.NDArray[Any]:
+        """[num_tokens, num_kv_heads, head_dim], or with pairs [num_tokens, num_kv_heads, head_dim / 2, 2]."""
+
+    @property
+    def v(self) -> npt.NDArray[Any] | None:
+        """[num_tokens, num_kv_heads, v_head_dim], or with pairs [num_tokens // 2, 2, num_kv_heads, v_head_dim].
+
+        None in latent layers: V is the first part of K's rows.
+        """
+
+    @property
+    def v_last(self) -> npt.NDArray[Any] | None:
+        """V of the last token, [num_kv_heads, v_head_dim], where it is half of a pair; otherwise None."""
+
+    @property
+    def k_scale(self) -> npt.NDArray[np.float32] | None:
+        """What K is to be multiplied by; None for formats without scales.
+
+        [num_tokens, num_kv_heads] where each token has its own; of static fp8 scales a copy, [num_kv_heads].
+        """
+
+    @property
+    def v_scale(self) -> npt.NDArray[np.float32] | None: ...
+    @property
+    def start(self) -> int:
+        """Position of the first token: 16 times the index."""
+
+    @property
+    def num_tokens(self) -> int:
+        """1 to 16."""
+
+@final
 class Batch:
     """Slots for the next tokens of some sequences: what ``KVCache.plan`` grants.
 
@@ -77,17 +143,73 @@ class Batch:
         """Position of each row in its sequence, [num_tokens]."""
 
 @final
+class KVGroup:
+    """Layers of a KVCache that keep K and V in the same way, with a pool of blocks of their own."""
+
+    def __new__(
+        cls,
+        kind: str,
+        layers: _Sequence[int],
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        window: int | None = None,
+        rank: int | None = None,
+        rope_dim: int | None = None,
+        num_blocks: int | None = None,
+    ) -> KVGroup:
+        """What is left out is the cache's.
+
+        Args:
+            kind: ``"full"``: all tokens. ``"sliding_window"``: a query sees the last ``window`` tokens, its own among
+                them; blocks wholly before that go back to the pool. ``"latent"``: multi-head latent attention
+                (DeepSeek-V2), one row of ``rank + rope_dim`` values per token, of which the first ``rank`` are V, too.
+                ``"cross"``: K and V of an encoder, written once for a sequence with ``write_cross``. ``"none"``: layers
+                without K and V.
+            layers: which layers of the cache; every layer is in exactly one group.
+            num_kv_heads, head_dim: of full, sliding and cross layers.
+            v_head_dim: width of a head of V; None: ``head_dim``.
+            window: of sliding layers, at least 1.
+            rank, rope_dim: of latent layers.
+            num_blocks: blocks of this group's pool.
+
+        Raises:
+            InvalidArgument: a size that is missing, out of range, or means nothing for this kind.
+        """
+
+    def __eq__(self, other: object, /) -> bool: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def layers(self) -> list[int]: ...
+    @property
+    def num_kv_heads(self) -> int | None: ...
+    @property
+    def head_dim(self) -> int | None: ...
+    @property
+    def v_head_dim(self) -> int | None: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def rope_dim(self) -> int | None: ...
+    @property
+    def num_blocks(self) -> int | None: ...
+
+@final
 class KVCache:
     """A paged KV cache: blocks of tokens, shared by reference, copied only when one must be changed.
 
     One round of a model::
 
-        seq = cache.add(token_ids)                    # reuses the longest cached prefix
+        seq = cache.add(token_ids)                    # reuses the longest cached prefix, to the token
         batch = cache.plan([(seq, n)])                # slots for the next n tokens
         for layer in range(num_layers):
             cache.write(layer, batch, k, v)
             out = cache.attend(layer, batch, q)
-        cache.commit(batch)                           # full blocks become findable
+        cache.commit(batch)                           # what was written becomes findable
         cache.append(seq, [next_token])
 
     Calls from several threads are safe: reads (attend, read, stats, ...) run side by side, changes one at a time. A
@@ -95,44 +217,67 @@ class KVCache:
     InvalidState. A handle that was freed, or belongs to another cache, raises InvalidHandle everywhere.
 
     Sources: PagedAttention (Kwon et al., 2023) for blocks, tables and copy-on-write; vLLM's block pool for the LRU
-    order of unreferenced blocks.
+    order of unreferenced blocks; SGLang's radix tree for sharing to the token.
     """
 
     def __new__(
         cls,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
+        num_layers: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        num_blocks: int | None = None,
         block_size: int = 16,
         dtype: str = "bfloat16",
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        groups: None = None,
+        k_scale: float | _Floats | None = None,
+        v_scale: float | _Floats | None = None,
+        scale_mode: str | None = None,
+        groups: _Iterable[KVGroup | dict[str, Any]] | None = None,
         num_threads: int | None = None,
         threads: Threads | None = None,
         enable_prefix_caching: bool = True,
+        min_prefix_tokens: int | None = None,
+        prefix_ttl: float | None = ...,
+        max_pinned_fraction: float = 0.5,
+        max_rollback: int | None = None,
+        max_events: int | None = None,
+        spill_dir: str | _PathLike[str] | None = None,
+        spill_bytes: int | None = None,
+        fingerprint: str = "",
+        clock: _Callable[[], float] | None = None,
         _equal_hashes: bool = False,
     ) -> KVCache:
-        """Reserve a pool. Memory becomes resident as blocks are first written.
+        """Reserve the pools. Memory becomes resident as blocks are first written.
 
         Args:
-            num_layers: layers that have a cache.
+            num_layers: layers of the cache; may be left out where ``groups`` says it.
             num_kv_heads: KV heads of each layer.
             head_dim: dimensions of a head, even, 2 to 256.
-            num_blocks: blocks of the pool.
+            num_blocks: blocks of the pool (of each group's that says nothing else).
             block_size: tokens of a block, a multiple of 16 up to 1024.
-            dtype: float32, float16, bfloat16 or fp8_e4m3; f32, f16, bf16 and fp8 for short.
-            k_scale, v_scale: fp8 only: stored value = value / scale. None: 1.
-            groups: layers of different kinds; not supported yet.
+            dtype: float32, float16, bfloat16, fp8_e4m3, fp8_e5m2, int8 or int4; f32, f16, bf16 and fp8 for short.
+            k_scale, v_scale: fp8 with static scales only: stored value = value / scale; a number, or one for each layer
+                and head, [num_layers, num_kv_heads]. None: 1. See ``calibrate``.
+            scale_mode: ``"static"``, or ``"per_token_head"``: a scale of its own for each token and head, from its
+                largest value. None: per_token_head for int8 and int4, which know nothing else, static for the others.
+            groups: layers of different kinds. None: all are full.
             num_threads: threads of a pool of its own; None: all available CPUs.
             threads: a pool to share instead.
-            enable_prefix_caching: whether full blocks may be found by later sequences.
+            enable_prefix_caching: whether written tokens may be found by later sequences.
+            min_prefix_tokens: a cached prefix of fewer tokens is not reused. None: 0.
+            prefix_ttl: seconds that a prefix is kept after the last sequence that used it was freed; a hit renews it.
+                None: no expiry. Default: 300.
+            max_pinned_fraction: share of a group's blocks that may be pinned, 0 to 1.
+            max_rollback: tokens that ``truncate`` may always take back from sequences with sliding windows. None: 0.
+            max_events: events that are kept for ``events()``; older ones are dropped, and counted. None: 0, no events.
+            spill_dir, spill_bytes: a folder and a size: evicted prefixes go to a file there and come back on a hit.
+            fingerprint: names the model; files that were saved under another one are refused.
+            clock: seconds since any fixed point; for tests of what expires. None: the system's monotonic clock.
 
         Raises:
             InvalidArgument: a size, dtype or scale out of range.
             OutOfMemory: the system refuses the memory.
+            CheckpointError: the spill file cannot be made.
             UnsupportedSimd: KVCORE_SIMD forces a level that this CPU lacks.
         """
 
@@ -141,16 +286,30 @@ class KVCache:
         token_ids: _Sequence[int] | npt.NDArray[Any],
         salt: str | bytes | None = None,
         *,
+        adapter: str | bytes | None = None,
+        extra: str | bytes | None = None,
         use_prefix: bool = True,
+        min_prefix_tokens: int | None = None,
+        ttl: float | None = ...,
+        priority: int | None = None,
     ) -> Sequence:
-        """Register a sequence and take references to the blocks of its longest cached prefix.
+        """Register a sequence and take references to its longest cached prefix.
 
-        Whole blocks are reused, at most all tokens but the last, so that at least one is computed.
+        To the token: a block that is equal only up to its middle is reused, too, and copied before the first write. At
+        most all tokens but the last are reused, so that at least one is computed.
 
         Args:
             token_ids: at least one id.
-            salt: sequences share blocks only if their salts are equal; None differs from an empty salt.
+            salt: whose tokens these are (a tenant). Sequences share blocks only if their salts are equal, and so for
+                adapter and extra; None differs from an empty one.
+            adapter: identity of the adapter (LoRA) that computes them; another file under the same name is another one.
+            extra: what else K and V depend on, such as a hash of an image or of an encoder's input. A cache with cross
+                layers shares prefixes only of sequences that say it.
             use_prefix: False neither reads nor publishes prefixes.
+            min_prefix_tokens: None: the cache's.
+            ttl: seconds that what this sequence publishes is kept, see ``prefix_ttl``; None: no expiry. Default: the
+                cache's.
+            priority: 0 to 100: where space is needed lower ones are evicted first. None: 50.
 
         Raises:
             InvalidArgument: no tokens, or an id out of range. TypeError: not integers.
@@ -159,28 +318,43 @@ class KVCache:
     def append(self, seq: Sequence, token_ids: _Sequence[int] | npt.NDArray[Any]) -> None:
         """Add token ids that have no K and V yet, such as a sampled token."""
 
-    def plan(self, items: _Sequence[tuple[Sequence, int]]) -> Batch:
+    def plan(self, items: _Iterable[tuple[Sequence, int]]) -> Batch:
         """Take slots for the next n tokens of each ``(seq, n)`` that have no K and V yet, all or nothing.
 
         Copies that sharing demands are carried out: a block that another sequence or the prefix index can read is
-        never written.
+        never changed where they can read it.
 
         Raises:
-            OutOfBlocks: the pool lacks blocks; nothing was changed.
+            OutOfBlocks: a pool lacks blocks; nothing was changed.
             InvalidArgument: n below 1 or above the tokens without K and V, or a sequence twice.
         """
 
-    def write(self, layer: int, batch: Batch, k: _Floats, v: _Floats) -> None:
+    def write(self, layer: int, batch: Batch, k: _Floats, v: _Floats | None = None) -> None:
         """Store K and V of the planned tokens in one layer.
 
         Args:
             layer: 0 to num_layers - 1.
             batch: from the latest plan of its sequences, not committed.
-            k, v: [num_tokens, num_kv_heads, head_dim], rows in the order of the plan. Values are rounded to nearest,
-                ties to even; fp8 saturates at 448 times its scale.
+            k, v: [num_tokens, num_kv_heads, head_dim], rows in the order of the plan; float32, float16 or bfloat16 and
+                the fp8 types of ml_dtypes. In latent layers k is [num_tokens, 1, rank + rope_dim] and there is no v.
+                Values are rounded to nearest, ties to even; fp8 saturates at its largest value times the scale.
 
         Raises:
             InvalidArgument: a shape that does not fit. StaleBatch, InvalidState: a batch outside its life.
+        """
+
+    def write_cross(self, layer: int, seq: Sequence, k: _Floats, v: _Floats) -> None:
+        """Store an encoder's K and V in one layer of kind cross, once for a sequence and its forks.
+
+        The first layer that is written takes the blocks. Write all cross layers before the sequence is planned.
+
+        Args:
+            layer: one of kind cross.
+            seq: the decoder's sequence.
+            k, v: [encoder tokens, num_kv_heads, head_dim], as many tokens in every layer.
+
+        Raises:
+            InvalidArgument: a layer or shape that does not fit. InvalidState: written already. OutOfBlocks.
         """
 
     def attend(
@@ -189,52 +363,154 @@ class KVCache:
         batch: Batch,
         q: _Floats,
         scale: float | None = None,
-        window: None = None,
+        window: int | None = None,
         softcap: None = None,
         sinks: None = None,
     ) -> npt.NDArray[np.float32]:
         """Attention of the planned tokens over their sequences: softmax(q K^T * scale) V.
 
-        A row sees its own token and everything before it. Query head h reads KV head h // (q heads / num_kv_heads).
-        A row's bits depend on nothing but its query and the tokens that it sees: neither on the other rows, nor on
-        how a prompt is cut, nor on the number of threads. bf16 and fp8 caches round queries and softmax weights to
-        bf16 (sums are float32); float32 and float16 caches are float32 throughout.
+        A row sees its own token and what its layer keeps before it; in a cross layer all of the encoder's tokens. Query
+        head h reads KV head h // (q heads / num_kv_heads). A row's bits depend on nothing but its query and the tokens
+        that it sees: neither on the other rows, nor on how a prompt is cut, nor on the number of threads. float32 and
+        float16 caches are float32 throughout; all others round queries and softmax weights to bf16 (sums are float32).
 
         Args:
             layer: a layer that this batch has written.
             batch: from the latest plan of its sequences.
-            q: [num_tokens, q heads, head_dim], q heads a multiple of num_kv_heads.
-            scale: multiplies the scores; None: 1 / sqrt(head_dim).
-            window, softcap, sinks: not supported yet.
+            q: [num_tokens, q heads, head_dim], q heads a multiple of num_kv_heads; in latent layers
+                [num_tokens, q heads, rank + rope_dim], q already multiplied by the up-projection of K.
+            scale: multiplies the scores; None: 1 / sqrt(head_dim). Latent layers need it.
+            window: tokens that a row sees, its own among them, where the layer keeps more. None: all.
+            softcap, sinks: not supported yet.
 
         Returns:
-            [num_tokens, q heads, head_dim].
+            [num_tokens, q heads, v_head_dim]; in latent layers [num_tokens, q heads, rank].
 
         Raises:
             InvalidArgument: a shape that does not fit. InvalidState: the layer is not written. StaleBatch.
         """
 
     def commit(self, batch: Batch) -> None:
-        """Mark the planned tokens as computed; blocks that became full can be found by later sequences.
+        """Mark the planned tokens as computed; they can be found by later sequences.
 
         Raises:
             InvalidState: a layer was not written, or the batch was committed before. StaleBatch.
         """
 
-    def fork(self, seq: Sequence) -> Sequence:
-        """A second sequence with the same tokens that shares all blocks until one of the two writes."""
+    @_overload
+    def fork(self, seq: Sequence, n: None = None) -> Sequence: ...
+    @_overload
+    def fork(self, seq: Sequence, n: int) -> list[Sequence]:
+        """A second sequence with the same tokens that shares all blocks until one of the two writes; or ``n`` of it."""
+
+    def reorder(self, seqs: _Iterable[Sequence], parents: _Sequence[int] | npt.NDArray[Any]) -> list[Sequence]:
+        """One step of beam search: result[i] continues ``seqs[parents[i]]``.
+
+        The first that continues a parent keeps its handle, others are forks, and those that nobody continues are freed.
+        All by reference, all or nothing.
+
+        Args:
+            seqs: the beams, each once.
+            parents: indices into ``seqs``, any number of them.
+        """
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` tokens, at least 1."""
+        """Keep the first ``num_tokens`` tokens, at least 1.
+
+        Raises:
+            InvalidArgument: out of range, or deeper than a sliding window's blocks reach back (``max_rollback`` tokens
+                always can be taken back).
+        """
 
     def free(self, seq: Sequence) -> None:
-        """End a sequence; its full blocks stay findable until their space is needed, the least recently used first."""
+        """End a sequence; what it wrote stays findable until it expires or its space is needed."""
 
-    def read(self, layer: int, seq: Sequence) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """What is stored: K and V of the computed tokens, dense copies [tokens, num_kv_heads, head_dim]."""
+    def mark(
+        self, seq: Sequence, num_tokens: int | None = None, *, ttl: float | None = ..., priority: int | None = None
+    ) -> None:
+        """A breakpoint: the prefix of ``num_tokens`` tokens is kept as long as this says, at least.
 
-    def block_table(self, seq: Sequence) -> list[int]:
-        """The blocks of a sequence in the order of its tokens."""
+        Args:
+            num_tokens: None: all tokens.
+            ttl, priority: as for ``add``. Parents of a block outlive it: they are kept at least as long.
+        """
+
+    def pin(self, seq: Sequence, num_tokens: int | None = None) -> Pin:
+        """Keep the K and V of a prefix until ``unpin``, also after the sequence was freed.
+
+        Args:
+            num_tokens: computed tokens of the sequence; None: all of them.
+
+        Raises:
+            PinLimit: more than ``max_pinned_fraction`` of a pool would be pinned. InvalidArgument: not computed.
+        """
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin. Raises InvalidHandle for one that was ended."""
+
+    def calibrate(self, run: _Callable[[], _T]) -> _T:
+        """Static fp8 scales from what a model writes: ``cache.calibrate(lambda: llm.generate(texts))``.
+
+        The largest |K| and |V| of each layer and head while ``run`` runs become the largest value of the format.
+        Everything that was written is forgotten.
+
+        Returns:
+            What ``run`` returns.
+
+        Raises:
+            InvalidState: the cache is not empty, views of it are left, it has no static scales, or nothing was written.
+        """
+
+    def save(self, seq: Sequence, path: str | _PathLike[str]) -> None:
+        """Write a sequence's tokens, K and V to a safetensors file, atomically. Raises CheckpointError."""
+
+    def load(self, path: str | _PathLike[str]) -> Sequence:
+        """A sequence from a file of ``save``; what is cached already is shared, the rest takes blocks.
+
+        Raises:
+            CheckpointError: the file is damaged, or of another model, dtype, layout or version. OutOfBlocks. No
+                sequence was added then.
+        """
+
+    def save_prefixes(self, folder: str | _PathLike[str]) -> int:
+        """Write all cached prefixes to a file in a folder, atomically; how many blocks. Raises CheckpointError."""
+
+    def load_prefixes(self, folder: str | _PathLike[str]) -> int:
+        """Take cached prefixes from a folder of ``save_prefixes``, as many as free blocks hold; how many blocks.
+
+        Raises:
+            CheckpointError: as for ``load``; nothing has changed then.
+        """
+
+    def read(self, layer: int, seq: Sequence, dtype: Any = None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """What is stored: K and V of the computed tokens, dense copies [tokens, num_kv_heads, head_dim].
+
+        In sliding layers only the last tokens, whose blocks were not returned; in latent layers V is the first part of
+        K's rows; in cross layers the encoder's tokens.
+
+        Args:
+            dtype: None: float32. A numpy dtype, or float16, bfloat16, fp8_e4m3, fp8_e5m2 (of ml_dtypes): the values
+                rounded to that type, which changes nothing if it is the cache's own and has no scales.
+        """
+
+    def view(self, layer: int, seq: Sequence, index: int) -> TileView:
+        """Tokens ``16 * index`` to ``16 * index + 15`` of what is stored, as far as they are computed, without a copy.
+
+        16 tokens are a tile, the unit in which they lie: the whole block if ``block_size`` is 16. In cross layers they
+        are the encoder's tokens.
+
+        Raises:
+            InvalidArgument: an index without stored tokens, or before what a sliding layer keeps; int4, two values of
+                which share a byte (``read`` copies). InvalidState: a batch that is not committed writes into the
+                block; a cross layer is not written. InvalidHandle.
+        """
+
+    def block_table(self, seq: Sequence, group: int | None = None) -> list[int]:
+        """The blocks of a sequence in the order of its tokens, -1 where a sliding window has returned one.
+
+        Args:
+            group: counts the groups but those of kind cross and none. None: the first.
+        """
 
     def token_ids(self, seq: Sequence) -> npt.NDArray[np.int64]:
         """All token ids of a sequence."""
@@ -246,12 +522,35 @@ class KVCache:
         """Tokens of a sequence that have K and V: cached or committed."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; sequences keep their blocks."""
+        """Forget all cached prefixes but pinned ones; sequences keep their blocks."""
 
-    def stats(self) -> dict[str, int]:
-        """Counts: blocks ``total`` = ``used`` (held by sequences) + ``cached`` (held by none, findable) + ``free``;
-        ``num_sequences``, ``tokens`` stored for them; since the start ``hit_tokens`` of ``query_tokens``,
-        ``evictions`` of cached blocks, ``copies`` of blocks.
+    def stats(self) -> dict[str, Any]:
+        """Counts over all groups, and under ``groups`` those of each, of kind cross last.
+
+        Blocks: ``total`` = ``used`` (held by sequences or views) + ``cached`` (held by none, findable, ``pinned``
+        ones among them) + ``free``; ``spilled`` blocks are in the second tier. ``tokens`` are stored for sequences in
+        ``slots`` of their blocks, a shared one counted once; ``utilisation`` = tokens / slots. ``num_sequences``.
+        Bytes: ``bytes_total``, ``bytes_used``, ``bytes_cached``. Since the start: ``hit_tokens`` of ``query_tokens``;
+        ``evictions`` of cached blocks, ``evicted_lru`` and ``evicted_expired`` among them; ``copies`` of blocks;
+        ``spills`` to the second tier and ``fetches`` from there.
+        """
+
+    def events(self) -> dict[str, Any]:
+        """What happened to blocks since the last call, for a router or a monitor.
+
+        ``events``: a list, oldest first, of dicts with ``type``: ``"stored"`` (block, group, hash, parent_hash,
+        num_tokens), ``"removed"`` (block, group, hash, cause), ``"copied"`` (group, src, dst). ``dropped``: how many
+        older ones there was no room for.
+        """
+
+    def snapshot(self) -> dict[str, Any]:
+        """Which block holds what now: ``kvcore.viz.block_map`` draws it.
+
+        ``block_size``; ``groups``: dicts with kind, layers, window, num_blocks and for each block ``refs``, ``filled``
+        (tokens), ``pins`` (0 or 1) and ``state`` (0 vacant, 1 used, 2 cached, 3 pinned); ``sequences``: dicts with id,
+        num_tokens, num_computed, num_cached, token_ids, ``tables`` (block ids for each group, -1 for returned ones),
+        ``cross`` (blocks of the encoder's memory) and cross_tokens; ``copies``: the last block copies, [group, source,
+        destination].
         """
 
     def check(self) -> None:
@@ -263,14 +562,21 @@ class KVCache:
     def _fill(self, value: float) -> None:
         """Overwrite every stored value; tests poison the pool with it."""
 
+    def _repr_html_(self) -> str: ...
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int:
+        """Of the first group."""
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Of the first group."""
+
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks of the smallest group."""
+
     @property
     def block_size(self) -> int: ...
     @property
@@ -278,12 +584,18 @@ class KVCache:
         """The full name."""
 
     @property
-    def k_scale(self) -> float: ...
+    def scale_mode(self) -> str: ...
     @property
-    def v_scale(self) -> float: ...
+    def k_scale(self) -> Any:
+        """The static scale; float32 [num_layers, num_kv_heads] if they differ."""
+
+    @property
+    def v_scale(self) -> Any: ...
+    @property
+    def groups(self) -> list[KVGroup]: ...
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers, K and V (V rows are padded to a multiple of 16 dimensions)."""
+        """Bytes of one token in all layers but cross ones (V rows are padded to a multiple of 16 dimensions)."""
 
     @property
     def nbytes(self) -> int:
@@ -291,7 +603,7 @@ class KVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a plan may take: free ones, and cached ones that no sequence holds."""
+        """Blocks that a plan may take: free ones, and cached ones that no sequence holds. Of the group with fewest."""
 
     @property
     def threads(self) -> Threads:

@@ -1,8 +1,8 @@
-"""The command line: ``kvcore generate``, ``kvcore chat``, ``kvcore pull``.
+"""The command line: ``kvcore generate``, ``kvcore chat``, ``kvcore pull``, ``kvcore plan``.
 
 The answer goes to stdout, everything else to stderr. Exit codes: 0, 1 for an error of kvcore's (one line says which),
-2 for wrong usage, 130 after Ctrl-C. Heavy modules are imported by the commands that need them, so that ``--help`` is
-quick.
+2 for wrong usage (``plan``: also for a value that it does not take), 130 after Ctrl-C. Heavy modules are imported by
+the commands that need them, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -185,6 +185,68 @@ def pull(
         print(fetch(name, progress=True), flush=True)
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder, a config.json, a .gguf file, a name that `kvcore pull` knows or a built-in shape such as "
+            "llama-3-8b (a wrong name lists all). Weights are never loaded."
+        ),
+    ],
+    memory: Annotated[
+        str | None,
+        typer.Option(help="For weights and cache, such as 24GiB or 24GB: shows how many requests fit."),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a request, prompt and answer, such as 8192 or 8K. By default 8192, or the longest that the "
+            "model was made for if that is less.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="What keys and values are stored in: auto, float32, float16, bfloat16, fp8_e4m3, fp8_e5m2, int8, int4 "
+            "(short: f32, f16, bf16, fp8)."
+        ),
+    ] = "auto",
+    scale_mode: Annotated[
+        str | None,
+        typer.Option(help="Scales of fp8: static (the default) or per_token_head.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="What weights are held in: auto (as saved), float32, bfloat16, float16.")
+    ] = "auto",
+    source_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens that the encoder gives, of a model that has one. By default the most.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes are in bytes.")] = False,
+) -> None:
+    """Compute what a model's weights and KV cache take, and how many requests fit.
+
+    For example: kvcore plan llama-3-8b --memory 24GiB --context 1000
+    """
+    with _reporting(bad_argument=2):
+        from kvcore.plan import as_dict, as_text, find_model, make_plan, parse_size, parse_tokens
+
+        result = make_plan(
+            find_model(model),
+            memory=None if memory is None else parse_size(memory, "memory"),
+            context=None if context is None else parse_tokens(context, "context"),
+            source_tokens=None if source_tokens is None else parse_tokens(source_tokens, "source_tokens"),
+            kv_cache_dtype=kv_cache_dtype,
+            scale_mode=scale_mode,
+            dtype=dtype,
+        )
+        print(json.dumps(as_dict(result), ensure_ascii=False) if as_json else as_text(result), flush=True)
+
+
 class _Answer:
     """What a stream has brought so far."""
 
@@ -308,8 +370,8 @@ def _read_line(prompt: str) -> str | None:
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
-    """Turn what may go wrong into one line and an exit code."""
+def _reporting(*, bad_argument: int = 1) -> Iterator[None]:
+    """Turn what may go wrong into one line and an exit code; that of an argument with a bad value is given."""
     try:
         yield
     except KeyboardInterrupt:
@@ -321,7 +383,7 @@ def _reporting() -> Iterator[None]:
         raise typer.Exit(1) from None
     except (KvcoreError, OSError, MemoryError) as error:
         _complain(error)
-        raise typer.Exit(1) from None
+        raise typer.Exit(bad_argument if isinstance(error, InvalidArgument) else 1) from None
 
 
 def _complain(error: BaseException) -> None:

@@ -32,12 +32,18 @@ class OutOfMemory(KvcoreError, MemoryError):  # noqa: N818 - a public name
     """The system did not give the memory that was asked for."""
 
 
+class PinLimit(KvcoreError):  # noqa: N818 - a public name
+    """A pin would take more than ``max_pinned_fraction`` of a pool; nothing was changed."""
+
+
 class UnsupportedSimd(KvcoreError, RuntimeError):  # noqa: N818 - a public name
     """An instruction set was forced that this processor lacks."""
 
 
 class CheckpointError(KvcoreError):
-    """A model file that is bad, missing or not supported. The message names the file and the key or tensor."""
+    """A model file or a saved cache that is bad, missing or not supported.
+
+    The message names the file and the key or tensor."""
 
 
 __all__ = [
@@ -48,6 +54,7 @@ __all__ = [
     "KvcoreError",
     "OutOfBlocks",
     "OutOfMemory",
+    "PinLimit",
     "StaleBatch",
     "UnsupportedSimd",
 ]

@@ -57,6 +57,7 @@ class LLM:
         dtype: str = "auto",
         quantization: str = "auto",
         kv_cache_dtype: str = "auto",
+        kv_cache_scale_mode: str = "auto",
         kv_cache_memory: int | None = None,
         num_kv_blocks: int | None = None,
         block_size: int = 16,
@@ -77,8 +78,9 @@ class LLM:
                 bfloat16 (bf16) or float16 (f16).
             quantization: auto and none expand a file's quantised weights to ``dtype``.
             kv_cache_dtype: what keys and values are stored in: auto (float32 beside float32 weights, else bfloat16),
-                float32 (f32), bfloat16 (bf16), float16 (f16), fp8_e4m3 (fp8), fp8_e5m2, int8 or int4, as far as the
-                cache has them.
+                float32 (f32), bfloat16 (bf16), float16 (f16), fp8_e4m3 (fp8), fp8_e5m2, int8 or int4.
+            kv_cache_scale_mode: static (fp8: one scale for each layer and head, 1 until ``calibrate``), per_token_head
+                (fp8, int8, int4: a scale of its own for each token and head), or auto: static where it can be.
             kv_cache_memory: bytes for the cache. None: enough for ``max_num_seqs`` sequences of the full length, but
                 no more than 4 GiB (or one such sequence) and no more than half of the available memory.
             num_kv_blocks: blocks in the cache, instead of ``kv_cache_memory``.
@@ -87,8 +89,8 @@ class LLM:
             max_num_seqs: the most requests that run at once; others wait.
             max_num_batched_tokens: the most tokens of a step; longer prompts go in chunks.
             enable_prefix_caching: share the blocks of equal front parts, also those of ended requests.
-            prefix_ttl: seconds that an unused prefix is worth keeping. Not used yet: the least recently used block
-                goes first, whatever its age.
+            prefix_ttl: seconds that a prefix is kept after the last request that used it; a hit renews it. None: until
+                its space is needed.
             num_threads: threads of the kernels. None: one per core that the process may use.
             seed: makes requests without a seed reproducible, given the order of submission.
 
@@ -101,6 +103,7 @@ class LLM:
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            kv_cache_scale_mode=kv_cache_scale_mode,
             kv_cache_memory=kv_cache_memory,
             num_kv_blocks=num_kv_blocks,
             block_size=block_size,
@@ -309,6 +312,23 @@ class LLM:
         with self._here, self._lock:
             self._check_open()
             return self._engine.logits(token_ids)
+
+    def calibrate(self, prompts: Prompt | list[Prompt]) -> None:
+        """Find static scales of an fp8 cache from what the model writes for some sample text.
+
+        Afterwards the largest K and V of each layer and head in that text are the format's largest values. Give text
+        like that which is to come, some thousand tokens. The cache must be empty: call it before anything else.
+
+        Args:
+            prompts: as for ``generate``; nothing is answered.
+
+        Raises:
+            InvalidState: the cache holds something, or it is not fp8 with static scales.
+        """
+        with self._here, self._lock:
+            self._check_open()
+            params = SamplingParams(max_tokens=1, temperature=0.0)
+            self._decoder.cache.calibrate(lambda: self.generate(prompts, params))
 
     def render_chat(
         self,

@@ -19,6 +19,7 @@ from kvcore.errors import InvalidArgument
 from kvcore.memory import available_memory
 
 if TYPE_CHECKING:
+    from kvcore._kvcore import KVCache, Threads
     from kvcore.checkpoint.config import GenerationConfig
     from kvcore.models.spec import DecoderSpec
     from kvcore.text.chat import ChatTemplate
@@ -28,10 +29,10 @@ DTYPE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "f
 """Short forms, taken wherever a dtype is."""
 
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.0, "int4": 0.5}
-"""The kinds of cache by name, and the bytes of a value."""
+KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+"""What a cache can hold."""
 
-_KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")  # those that the native cache has so far
+SCALE_MODES = ("auto", "static", "per_token_head")
 _DEFAULT_KV_MEMORY = 4 << 30
 
 # What the native core takes. Checked here, so that errors speak of the option, and none is too large to be passed on.
@@ -52,6 +53,7 @@ class Options:
     dtype: str = "auto"
     quantization: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_cache_scale_mode: str = "auto"
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
     block_size: int = 16
@@ -65,17 +67,13 @@ class Options:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _name("dtype", self.dtype, WEIGHT_DTYPES))
-        object.__setattr__(self, "kv_cache_dtype", _name("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_BYTES)))
+        object.__setattr__(self, "kv_cache_dtype", _name("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES)))
         _name("quantization", self.quantization, ("auto", "none", "int8", "int4"))
         if self.quantization in ("int8", "int4"):
             raise InvalidArgument(
                 f"quantization: expected 'auto' or 'none', got {self.quantization!r}, which is not supported yet"
             )
-        if self.kv_cache_dtype not in ("auto", *_KV_DTYPES):
-            raise InvalidArgument(
-                f"kv_cache_dtype: expected 'auto' or one of {', '.join(_KV_DTYPES)}, got {self.kv_cache_dtype!r}, "
-                "which is not supported yet"
-            )
+        _name("kv_cache_scale_mode", self.kv_cache_scale_mode, SCALE_MODES)
         maxima = {"block_size": _MAX_BLOCK_SIZE, "num_kv_blocks": _MAX_BLOCKS, "num_threads": _MAX_THREADS}
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _check_integer(name, getattr(self, name), 1, maxima.get(name))
@@ -126,13 +124,14 @@ def load_parts(model: str | Path, options: Options) -> Parts:
         CheckpointError: the files are bad, missing or not supported.
         InvalidArgument: options that the model does not allow.
     """
+    from kvcore.checkpoint.fingerprint import fingerprint
     from kvcore.checkpoint.source import open_checkpoint
 
     checkpoint = open_checkpoint(model)
     tokenizer = make_tokenizer(checkpoint.tokenizer_source)
     spec = make_spec(checkpoint.config)
     return Parts(
-        make_decoder(spec, checkpoint.weights, checkpoint.config, options),
+        make_decoder(spec, checkpoint.weights, checkpoint.config, options, fingerprint(checkpoint.path)),
         checkpoint.generation,
         tokenizer,
         make_chat_template(tokenizer),
@@ -152,7 +151,7 @@ def parts_from_config(config: Mapping[str, Any], seed: int, options: Options) ->
 
     spec = make_spec(config)
     return Parts(
-        make_decoder(spec, RandomWeights(spec, seed), config, options),
+        make_decoder(spec, RandomWeights(spec, seed), config, options, f"random weights of seed {seed}, {spec!r}"),
         GenerationConfig.merge(config),
         max_model_len=model_length(spec, options),
         name=f"random {spec.family}",
@@ -191,24 +190,37 @@ def make_chat_template(tokenizer: Tokenizer | None, template: str | None = None)
     return ChatTemplate.from_tokenizer(tokenizer)
 
 
-def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], options: Options) -> Any:
-    """The decoder with its weights packed and its cache allocated."""
-    from kvcore._kvcore import KVCache
+def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], options: Options, fingerprint: str) -> Any:
+    """The decoder with its weights packed and its cache allocated; ``fingerprint`` names the weights."""
+    from kvcore._kvcore import Threads
     from kvcore.models.decoder import Decoder
 
     dtype = weight_dtype(config, options)
-    kv_dtype = kv_cache_dtype(dtype, options)
-    cache = KVCache(
+    threads = Threads(options.num_threads)
+    blocks = num_blocks(spec, make_cache(spec, dtype, options, 1, threads, "").bytes_per_token, options)
+    cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {dtype}")
+    return Decoder(spec, weights, cache, dtype=dtype)
+
+
+def make_cache(
+    spec: DecoderSpec, dtype: str, options: Options, num_blocks: int, threads: Threads, fingerprint: str
+) -> KVCache:
+    """The model's cache beside weights of this dtype. Its memory becomes resident as it is used."""
+    from kvcore._kvcore import KVCache
+
+    return KVCache(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        num_blocks=num_blocks(spec, kv_dtype, options),
+        num_blocks=num_blocks,
         block_size=options.block_size,
-        dtype=kv_dtype,
+        dtype=kv_cache_dtype(dtype, options),
+        scale_mode=None if options.kv_cache_scale_mode == "auto" else options.kv_cache_scale_mode,
         enable_prefix_caching=options.enable_prefix_caching,
-        num_threads=options.num_threads,
+        prefix_ttl=options.prefix_ttl,
+        threads=threads,
+        fingerprint=fingerprint,
     )
-    return Decoder(spec, weights, cache, dtype=dtype)
 
 
 def weight_dtype(config: Mapping[str, Any], options: Options) -> str:
@@ -245,7 +257,7 @@ def model_length(spec: DecoderSpec, options: Options) -> int | None:
     return options.max_model_len
 
 
-def num_blocks(spec: DecoderSpec, kv_dtype: str, options: Options) -> int:
+def num_blocks(spec: DecoderSpec, bytes_per_token: int, options: Options) -> int:
     """How many blocks the cache gets: the option, or as many as ``kv_cache_memory`` bytes hold.
 
     Without either: what ``max_num_seqs`` sequences of the full length need, but no more than 4 GiB (or what one
@@ -256,10 +268,7 @@ def num_blocks(spec: DecoderSpec, kv_dtype: str, options: Options) -> int:
     """
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
-    # rows of V are padded to whole vectors of 16 dimensions
-    row = spec.head_dim + -(-spec.head_dim // 16) * 16
-    per_token = spec.num_layers * spec.num_kv_heads * row * KV_BYTES[kv_dtype]
-    block = math.ceil(per_token * options.block_size)
+    block = bytes_per_token * options.block_size
     memory = options.kv_cache_memory
     if memory is None:
         length = model_length(spec, options) or spec.max_position_embeddings

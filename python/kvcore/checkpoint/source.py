@@ -38,6 +38,7 @@ class Checkpoint:
         weights: its tensors by Hugging Face names.
         tokenizer_source: where its tokenizer is: the folder that may have a tokenizer.json, or the metadata of a GGUF
             file.
+        path: the folder or file that all of it came from.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Checkpoint:
     generation: GenerationConfig
     weights: Weights
     tokenizer_source: Path | Mapping[str, Any]
+    path: Path
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
@@ -93,7 +95,7 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
     config = load_config(folder)
     refuse_quantization(config)
     generation = load_generation_config(folder, config)
-    return Checkpoint(name, config, generation, SafetensorsWeights.open(folder), folder)
+    return Checkpoint(name, config, generation, SafetensorsWeights.open(folder), folder, folder)
 
 
 def open_gguf(path: Path, name: str) -> Checkpoint:
@@ -104,7 +106,7 @@ def open_gguf(path: Path, name: str) -> Checkpoint:
     """
     weights = GGUFWeights.open(path)
     config = weights.to_config()
-    return Checkpoint(name, config, GenerationConfig.merge(config), weights, weights.file.metadata)
+    return Checkpoint(name, config, GenerationConfig.merge(config), weights, weights.file.metadata, path)
 
 
 def _existing(text: str) -> Path | None:

@@ -12,7 +12,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyString};
 
 use crate::error::invalid;
 
-/// A float32 array `[d0, d1, ..]`, contiguous. float16 and bfloat16 (of ml_dtypes) are widened, which is exact; other
+/// A float32 array `[d0, d1, ..]`, contiguous. float16 and, of ml_dtypes, bfloat16 and fp8 are widened, which is exact; other
 /// dtypes are a `TypeError`. `None` in `shape` takes any extent.
 pub fn floats<'py>(
     name: &str,
@@ -32,7 +32,7 @@ pub fn floats<'py>(
     let kind = dtype_name(&array)?;
     let array = match kind.as_str() {
         "float32" => array.into_any(),
-        "float16" | "bfloat16" => array.call_method1("astype", ("float32",))?,
+        "float16" | "bfloat16" | "float8_e4m3fn" | "float8_e5m2" => array.call_method1("astype", ("float32",))?,
         _ => return Err(PyTypeError::new_err(format!("{name}: expected a float32 array, got {kind}"))),
     };
     contiguous(&array)

@@ -11,12 +11,14 @@ use pyo3::prelude::*;
 /// The classes of `kvcore.errors`, where they are defined: some are `ValueError` or `MemoryError` as well.
 mod classes {
     #![allow(missing_docs)]
+    pyo3::import_exception!(kvcore.errors, CheckpointError);
     pyo3::import_exception!(kvcore.errors, InvalidArgument);
     pyo3::import_exception!(kvcore.errors, InvalidHandle);
     pyo3::import_exception!(kvcore.errors, InvalidState);
     pyo3::import_exception!(kvcore.errors, KvcoreError);
     pyo3::import_exception!(kvcore.errors, OutOfBlocks);
     pyo3::import_exception!(kvcore.errors, OutOfMemory);
+    pyo3::import_exception!(kvcore.errors, PinLimit);
     pyo3::import_exception!(kvcore.errors, StaleBatch);
     pyo3::import_exception!(kvcore.errors, UnsupportedSimd);
 }
@@ -30,7 +32,9 @@ pub fn to_python(error: Error) -> PyErr {
         Error::InvalidHandle(_) => classes::InvalidHandle::new_err(message),
         Error::StaleBatch(_) => classes::StaleBatch::new_err(message),
         Error::InvalidState(_) => classes::InvalidState::new_err(message),
+        Error::PinLimit { .. } => classes::PinLimit::new_err(message),
         Error::OutOfMemory { .. } => classes::OutOfMemory::new_err(message),
+        Error::Checkpoint(_) | Error::Spill { .. } => classes::CheckpointError::new_err(message),
         Error::UnsupportedSimd(_) => classes::UnsupportedSimd::new_err(message),
         _ => classes::KvcoreError::new_err(message),
     }

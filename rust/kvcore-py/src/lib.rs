@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _kvcore {
     #[pymodule_export]
-    use super::cache::{PyBatch, PyKvCache, PySequence};
+    use super::cache::{PyBatch, PyKvCache, PyKvGroup, PyPin, PySequence, PyTileView};
     #[pymodule_export]
     use super::linear::{PyArena, PyLinear};
     #[pymodule_export]

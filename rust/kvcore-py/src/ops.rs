@@ -1,7 +1,7 @@
 //! Operations without a state of their own.
 #![forbid(unsafe_code)]
 
-use kvcore::attention::reference;
+use kvcore::attention::{Mask, reference::Dense};
 use kvcore::ops;
 use kvcore::simd::Level;
 use kvcore::storage::fp8;
@@ -125,9 +125,7 @@ pub fn e4m3_decode<'py>(
 }
 
 fn fp8_scale(scale: f64) -> PyResult<f32> {
-    use kvcore::storage::{KvDtype, Scales};
-    let scales = Scales { k: scale as f32, v: 1.0 };
-    Ok(scales.checked(KvDtype::Fp8E4M3).map_err(to_python)?.k)
+    kvcore::storage::check_scale("scale", scale as f32).map_err(to_python)
 }
 
 /// The naive oracle, causal: q [rows, q heads, d] are the last rows of k, v [tokens, kv heads, d]; sums in float64.
@@ -153,6 +151,7 @@ pub fn reference_attention<'py>(
     }
     let scale = scale.unwrap_or_else(|| (dim as f32).sqrt().recip());
     let (q, k, v) = (q.as_slice()?, k.as_slice()?, v.as_slice()?);
-    let out = detached(py, |_| Ok(reference::attend(q, k, v, tokens, heads, kv_heads, dim, scale)))?;
+    let dense = Dense { k, v: v.into(), num_kv_heads: kv_heads, k_dim: dim, v_dim: dim };
+    let out = detached(py, |_| Ok(dense.attend(q, heads, scale, Mask::Causal, tokens - rows)))?;
     PyArray1::from_vec(py, out).reshape([rows, heads, dim])
 }

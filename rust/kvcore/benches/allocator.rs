@@ -5,7 +5,8 @@
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, criterion_group, criterion_main};
-use kvcore::paging::{BlockManager, BlockPool, ManagerConfig, SeqId};
+use kvcore::Result;
+use kvcore::paging::{AddOptions, BlockManager, BlockPool, GroupConfig, ManagerConfig, SeqId};
 
 const POOLS: [usize; 3] = [1_000, 100_000, 1_000_000];
 const BLOCK_SIZE: usize = 16;
@@ -13,6 +14,10 @@ const BLOCK_SIZE: usize = 16;
 /// Token ids without repetition, so that no two blocks are equal.
 fn tokens(from: usize, len: usize) -> Vec<u32> {
     (from..from + len).map(|token| (token as u32).wrapping_mul(0x9E37_79B9)).collect()
+}
+
+fn add(manager: &mut BlockManager, tokens: &[u32]) -> Result<SeqId> {
+    manager.add(tokens, &AddOptions::default(), &mut Vec::new())
 }
 
 fn compute(manager: &mut BlockManager, seq: SeqId) {
@@ -26,7 +31,7 @@ fn used_manager(num_blocks: usize) -> BlockManager {
     let mut manager = BlockManager::new(ManagerConfig::new(num_blocks, BLOCK_SIZE)).unwrap();
     for start in (0..num_blocks).step_by(512) {
         let len = 512.min(num_blocks - start) * BLOCK_SIZE;
-        let seq = manager.add(&tokens(start * BLOCK_SIZE, len), None, true).unwrap();
+        let seq = add(&mut manager, &tokens(start * BLOCK_SIZE, len)).unwrap();
         compute(&mut manager, seq);
         manager.free(seq).unwrap();
     }
@@ -63,15 +68,16 @@ fn manager(c: &mut Criterion) {
     for num_blocks in POOLS {
         let mut manager = used_manager(num_blocks);
         let prompt = tokens(1 << 30, 8192);
-        let seq = manager.add(&prompt, None, true).unwrap();
+        let seq = add(&mut manager, &prompt).unwrap();
         compute(&mut manager, seq);
         manager.free(seq).unwrap();
-        let mut copies = Vec::new();
+        let mut moves = Vec::new();
         group.bench_function(BenchmarkId::new("add + plan + free, 8192 tokens cached", num_blocks), |b| {
             b.iter(|| {
-                let seq = manager.add(black_box(&prompt), None, true).unwrap();
-                assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8192 - BLOCK_SIZE);
-                black_box(manager.plan(&[(seq, BLOCK_SIZE)], &mut copies).unwrap());
+                let seq = add(&mut manager, black_box(&prompt)).unwrap();
+                assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8191);
+                black_box(manager.plan(&[(seq, 1)], &mut moves).unwrap());
+                moves.clear();
                 manager.free(seq).unwrap();
             });
         });
@@ -86,8 +92,8 @@ fn manager(c: &mut Criterion) {
                         tokens(start * BLOCK_SIZE, 8192)
                     },
                     |prompt| {
-                        let seq = manager.add(&prompt, None, true).unwrap();
-                        assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8192 - BLOCK_SIZE);
+                        let seq = add(&mut manager, &prompt).unwrap();
+                        assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8191);
                         manager.free(seq).unwrap();
                         prompt
                     },
@@ -103,7 +109,7 @@ fn manager(c: &mut Criterion) {
                     tokens(start, 8192)
                 },
                 |prompt| {
-                    let seq = manager.add(&prompt, None, true).unwrap();
+                    let seq = add(&mut manager, &prompt).unwrap();
                     compute(&mut manager, seq);
                     manager.free(seq).unwrap();
                     prompt
@@ -113,7 +119,7 @@ fn manager(c: &mut Criterion) {
         });
 
         let mut manager = used_manager(num_blocks.max(2_000));
-        let long = manager.add(&tokens(1 << 28, 1_000 * BLOCK_SIZE), None, true).unwrap();
+        let long = add(&mut manager, &tokens(1 << 28, 1_000 * BLOCK_SIZE)).unwrap();
         compute(&mut manager, long);
         group.bench_function(BenchmarkId::new("fork + free, 1000 blocks", num_blocks), |b| {
             b.iter(|| {
@@ -131,11 +137,11 @@ fn decode(c: &mut Criterion) {
         let mut manager = used_manager(100_000);
         let mut items = Vec::new();
         for index in 0..num_seqs {
-            let seq = manager.add(&tokens((1 << 28) + index * len, len), None, true).unwrap();
+            let seq = add(&mut manager, &tokens((1 << 28) + index * len, len)).unwrap();
             compute(&mut manager, seq);
             items.push((seq, 1));
         }
-        let mut copies = Vec::new();
+        let mut moves = Vec::new();
         let mut token = 0;
         group.bench_function(format!("{num_seqs} sequences of {len} tokens"), |b| {
             b.iter(|| {
@@ -143,7 +149,7 @@ fn decode(c: &mut Criterion) {
                 for &(seq, _) in &items {
                     manager.append(seq, &[token]).unwrap();
                 }
-                let batch = manager.plan(&items, &mut copies).unwrap();
+                let batch = manager.plan(&items, &mut moves).unwrap();
                 manager.commit(&batch).unwrap();
                 // Every length stays near `len`, however often this runs.
                 if token % 64 == 0 {
@@ -157,5 +163,51 @@ fn decode(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, pool, manager, decode);
+/// One prompt's continuation differs from 100,000 others': the child with the longest common beginning is wanted.
+fn siblings(c: &mut Criterion) {
+    const CHILDREN: u32 = 100_000;
+    let mut manager = BlockManager::new(ManagerConfig::new(2 * CHILDREN as usize, BLOCK_SIZE)).unwrap();
+    let word = |n: u32| (0..BLOCK_SIZE as u32).map(move |i| n.wrapping_mul(0x9E37_79B9) >> (2 * i) & 3);
+    for n in 0..CHILDREN {
+        let prompt: Vec<u32> = tokens(0, BLOCK_SIZE).into_iter().chain(word(n)).collect();
+        let seq = add(&mut manager, &prompt).unwrap();
+        compute(&mut manager, seq);
+        manager.free(seq).unwrap();
+    }
+    let mut group = c.benchmark_group("siblings");
+    let mut n = CHILDREN;
+    group.bench_function(format!("add + free below {CHILDREN} children, part of a block cached"), |b| {
+        b.iter(|| {
+            n = n.wrapping_add(1);
+            let prompt: Vec<u32> = tokens(0, BLOCK_SIZE).into_iter().chain(word(n)).chain([9]).collect();
+            let seq = add(&mut manager, black_box(&prompt)).unwrap();
+            assert!(manager.num_cached_tokens(seq).unwrap() > BLOCK_SIZE);
+            manager.free(seq).unwrap();
+        });
+    });
+    group.finish();
+}
+
+/// A layer group that keeps all tokens beside one with a window.
+fn windows(c: &mut Criterion) {
+    let groups = [None, Some(1024)].map(|window| GroupConfig { num_blocks: 10_000, window });
+    let config = ManagerConfig { groups: groups.to_vec(), ..ManagerConfig::new(1, BLOCK_SIZE) };
+    let mut manager = BlockManager::new(config).unwrap();
+    let prompt = tokens(0, 8192);
+    let seq = add(&mut manager, &prompt).unwrap();
+    compute(&mut manager, seq);
+    manager.free(seq).unwrap();
+    let mut moves = Vec::new();
+    c.bench_function("two groups, one with a window: add + plan + free, 8192 tokens cached", |b| {
+        b.iter(|| {
+            let seq = add(&mut manager, black_box(&prompt)).unwrap();
+            assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8191);
+            black_box(manager.plan(&[(seq, 1)], &mut moves).unwrap());
+            moves.clear();
+            manager.free(seq).unwrap();
+        });
+    });
+}
+
+criterion_group!(benches, pool, manager, decode, siblings, windows);
 criterion_main!(benches);

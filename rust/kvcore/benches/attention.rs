@@ -1,24 +1,64 @@
 //! Attention over block tables beside the machine's limits of the same run.
 //!
-//! Before criterion's own figures a table of ratios is printed, for every format and level and for 1 and 2 threads:
-//! decode against the read bandwidth (a cache larger than the last-level cache) and against the product peak (a cache
-//! that fits), prefill against the product peak. Kernel and limit are measured in turn and medians compared, since
-//! the limits move with the machine's neighbours. `KVCORE_SIMD` restricts the run to one level.
+//! Before criterion's own figures a table of ratios is printed, for every level and for 1 and 2 threads: decode against
+//! the read bandwidth (a cache larger than the last-level cache) and against the product peak (a cache that fits),
+//! prefill against the product peak; a sliding window and latent rows for one shape each. Kernel and limit are measured
+//! in turn and medians compared, since the limits move with the machine's neighbours. `KVCORE_SIMD` restricts the run to
+//! one level.
 
 mod limits;
 
 use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kvcore::attention::{Rows, attend};
+use kvcore::attention::{Call, Mask, Rows, attend};
 use kvcore::paging::BlockId;
 use kvcore::simd::Level;
 use kvcore::storage::{KvDtype, KvStore, Layout, Scales};
 use kvcore::threads::{NEVER, Threads, available};
 
-/// (name, q heads, kv heads, head_dim)
-const SHAPES: [(&str, usize, usize, usize); 3] =
-    [("llama-3-8b", 32, 8, 128), ("smollm2", 9, 3, 64), ("gemma-3", 4, 1, 256)];
+/// Heads and their widths.
+#[derive(Clone, Copy)]
+struct Shape {
+    name: &'static str,
+    q_heads: usize,
+    kv_heads: usize,
+    k_dim: usize,
+    v_dim: usize,
+    latent: bool,
+}
+
+impl Shape {
+    const fn plain(name: &'static str, q_heads: usize, kv_heads: usize, head_dim: usize) -> Self {
+        Self { name, q_heads, kv_heads, k_dim: head_dim, v_dim: head_dim, latent: false }
+    }
+
+    fn layout(&self, num_blocks: usize, dtype: KvDtype) -> Layout {
+        Layout {
+            num_layers: 1,
+            num_blocks,
+            num_kv_heads: self.kv_heads,
+            k_dim: self.k_dim,
+            v_dim: self.v_dim,
+            latent: self.latent,
+            block_size: BLOCK,
+            dtype,
+            scale_mode: dtype.default_scale_mode(),
+        }
+    }
+}
+
+const SHAPES: [Shape; 3] =
+    [Shape::plain("llama-3-8b", 32, 8, 128), Shape::plain("smollm2", 9, 3, 64), Shape::plain("gemma-3", 4, 1, 256)];
+
+const DEEPSEEK: Shape = Shape { name: "deepseek-v3", q_heads: 128, kv_heads: 1, k_dim: 576, v_dim: 512, latent: true };
+
+/// Formats of the table; of those that share their products with others the first shape alone is measured.
+fn formats(shape: &Shape) -> &'static [KvDtype] {
+    const ALL: [KvDtype; 6] =
+        [KvDtype::F32, KvDtype::F16, KvDtype::Bf16, KvDtype::Fp8E4M3, KvDtype::Int8, KvDtype::Int4];
+    if shape.name == SHAPES[0].name { &ALL } else { &ALL[..4] }
+}
 
 const BLOCK: usize = 16;
 
@@ -28,37 +68,38 @@ struct Cache {
     store: KvStore,
     tables: Vec<Vec<BlockId>>,
     tokens: usize,
-    q_heads: usize,
+    shape: Shape,
+    mask: Mask,
 }
 
 impl Cache {
-    fn new(shape: (&str, usize, usize, usize), dtype: KvDtype, batch: usize, tokens: usize) -> Self {
-        let (_, q_heads, num_kv_heads, head_dim) = shape;
+    fn new(shape: Shape, dtype: KvDtype, batch: usize, tokens: usize) -> Self {
         let per_seq = tokens.div_ceil(BLOCK);
         let num_blocks = batch * per_seq;
-        let layout = Layout { num_layers: 1, num_blocks, num_kv_heads, head_dim, block_size: BLOCK, dtype };
-        let mut store = KvStore::new(layout, Scales::UNIT).expect("a store");
+        let layout = shape.layout(num_blocks, dtype);
+        let mut store = KvStore::new(layout, Scales::unit(&layout)).expect("a store");
         store.fill(0.25);
         // Steps of a number that shares no factor with the pool's size visit every block once.
         let stride = (num_blocks * 5 / 8..).find(|s| gcd(*s, num_blocks) == 1).expect("a stride");
         let order: Vec<BlockId> = (0..num_blocks).map(|i| BlockId::new((i * stride % num_blocks) as u32)).collect();
         let tables = order.chunks(per_seq).map(<[_]>::to_vec).collect();
-        Self { store, tables, tokens, q_heads }
+        Self { store, tables, tokens, shape, mask: Mask::Causal }
     }
 
     fn bytes(&self) -> usize {
-        self.store.layout().total_bytes()
+        self.tables.len() * self.tokens * self.store.layout().bytes_per_token()
     }
 
     /// The last `rows` positions of every sequence; returns seconds.
     fn attend(&self, level: Level, threads: &Threads, rows: usize) -> f64 {
-        let l = self.store.layout();
-        let items: Vec<Rows> =
-            self.tables.iter().map(|blocks| Rows { blocks, start: self.tokens - rows, len: rows }).collect();
-        let q = vec![0.5; items.len() * rows * self.q_heads * l.head_dim];
-        let mut out = vec![0.0; q.len()];
+        let Shape { q_heads: num_q_heads, k_dim, v_dim, .. } = self.shape;
+        let (start, mask) = (self.tokens - rows, self.mask);
+        let items: Vec<Rows> = self.tables.iter().map(|blocks| Rows { blocks, start, len: rows, mask }).collect();
+        let q = vec![0.5; items.len() * rows * num_q_heads * k_dim];
+        let mut out = vec![0.0; items.len() * rows * num_q_heads * v_dim];
+        let call = Call { view: self.store.layer(0), rows: &items, num_q_heads, scale: 0.1, q: &q };
         let start = Instant::now();
-        attend(level, threads, self.store.layer(0), &items, self.q_heads, 0.1, &q, &mut out, NEVER).expect("attend");
+        attend(level, threads, &call, &mut out, NEVER).expect("attend");
         let seconds = start.elapsed().as_secs_f64();
         assert!(out.iter().all(|x| (x - 0.25).abs() < 1e-2));
         seconds
@@ -66,9 +107,8 @@ impl Cache {
 
     /// Multiply-adds of one call.
     fn products(&self, rows: usize) -> f64 {
-        let l = self.store.layout();
-        let visible: usize = (self.tokens - rows..self.tokens).map(|p| p + 1).sum();
-        (self.tables.len() * visible * self.q_heads * 2 * l.head_dim) as f64
+        let visible: usize = (self.tokens - rows..self.tokens).map(|p| self.mask.sees(p).len()).sum();
+        (self.tables.len() * visible * self.shape.q_heads * (self.shape.k_dim + self.shape.v_dim)) as f64
     }
 }
 
@@ -90,6 +130,18 @@ fn beside(mut kernel: impl FnMut() -> f64, limit: impl Fn() -> f64) -> (f64, f64
     (limits::median(rates), limits::median(limits))
 }
 
+/// One row of the table.
+fn line(level: Level, threads: &Threads, cache: &Cache, what: &str, unit: &str, (rate, limit): (f64, f64)) {
+    println!(
+        "{:<10} {} thread(s)  {:<11} {:<8}  {what:<22} {rate:7.1} of {limit:6.1} {unit:<6} = {:.2}",
+        level.name(),
+        threads.num_threads(),
+        cache.shape.name,
+        cache.store.layout().dtype.name(),
+        rate / limit
+    );
+}
+
 fn table() {
     let read = limits::ReadBuffer::new();
     println!("decode of a cache larger than the last-level cache: GB/s of K and V beside the read bandwidth");
@@ -97,45 +149,34 @@ fn table() {
     for level in levels() {
         for num_threads in 1..=available().min(2) {
             let threads = Threads::new(Some(num_threads)).expect("threads");
+            let products = |cache: &Cache, what: &str, rows: usize| {
+                let peak = || limits::products(level, &threads, cache.store.layout().dtype.step() == 2);
+                let rate = || cache.products(rows) / cache.attend(level, &threads, rows) / 1e9;
+                line(level, &threads, cache, what, "GMAC/s", beside(rate, peak));
+            };
             for shape in SHAPES {
-                for dtype in KvDtype::ALL {
-                    let bf16 = dtype.step() == 2;
-                    let line = |what: &str, unit: &str, (rate, limit): (f64, f64)| {
-                        println!(
-                            "{:<10} {num_threads} thread(s)  {:<10} {:<8}  {what:<22} {rate:7.1} of {limit:6.1} {unit:<6} = {:.2}",
-                            level.name(),
-                            shape.0,
-                            dtype.name(),
-                            rate / limit
-                        );
-                    };
+                for &dtype in formats(&shape) {
                     // 160 MB and 2 MB at a time, whatever the format.
-                    let per_token = 2 * shape.2 * shape.3 * dtype.size();
+                    let per_token = shape.layout(1, dtype).bytes_per_token();
                     let tokens = 8192.min((160 << 20) / per_token);
                     let large = Cache::new(shape, dtype, ((160 << 20) / per_token / tokens).max(1), tokens);
                     let bytes = large.bytes() as f64;
-                    line(
-                        &format!("decode {} x {tokens}", large.tables.len()),
-                        "GB/s",
-                        beside(|| bytes / large.attend(level, &threads, 1) / 1e9, || read.read(level, &threads)),
-                    );
+                    let rate = || bytes / large.attend(level, &threads, 1) / 1e9;
+                    let rates = beside(rate, || read.read(level, &threads));
+                    line(level, &threads, &large, &format!("decode {} x {tokens}", large.tables.len()), "GB/s", rates);
                     drop(large);
                     let tokens = ((2 << 20) / per_token / 2).max(64);
-                    let small = Cache::new(shape, dtype, 2, tokens);
-                    let peak = || limits::products(level, &threads, bf16);
-                    line(
-                        &format!("decode 2 x {tokens}"),
-                        "GMAC/s",
-                        beside(|| small.products(1) / small.attend(level, &threads, 1) / 1e9, peak),
-                    );
-                    let prompt = Cache::new(shape, dtype, 1, 2048);
-                    line(
-                        "prefill 2048",
-                        "GMAC/s",
-                        beside(|| prompt.products(2048) / prompt.attend(level, &threads, 2048) / 1e9, peak),
-                    );
+                    products(&Cache::new(shape, dtype, 2, tokens), &format!("decode 2 x {tokens}"), 1);
+                    products(&Cache::new(shape, dtype, 1, 2048), "prefill 2048", 2048);
                 }
             }
+            let [_, _, gemma] = SHAPES;
+            let window = Cache { mask: Mask::Window(1024), ..Cache::new(gemma, KvDtype::Bf16, 4, 4096) };
+            products(&window, "decode, window 1024", 1);
+            products(&window, "prefill, window 1024", 128);
+            let latent = Cache::new(DEEPSEEK, KvDtype::Bf16, 1, 2048);
+            products(&latent, "decode 1 x 2048", 1);
+            products(&latent, "prefill of 4", 4);
         }
     }
 }
@@ -148,10 +189,10 @@ fn cases(c: &mut Criterion) {
         let mut group = c.benchmark_group(format!("attention/{name}"));
         group.sample_size(20);
         for shape in SHAPES {
-            for dtype in KvDtype::ALL {
+            for &dtype in formats(&shape) {
                 let cache = Cache::new(shape, dtype, 1, 2048);
                 group.throughput(Throughput::Elements(cache.products(rows) as u64));
-                group.bench_function(BenchmarkId::new(shape.0, dtype.name()), |b| {
+                group.bench_function(BenchmarkId::new(shape.name, dtype.name()), |b| {
                     b.iter(|| cache.attend(level, &threads, rows));
                 });
             }

@@ -37,9 +37,33 @@ pub enum Error {
         /// The system's words.
         reason: String,
     },
+    /// More blocks would be pinned than the cache allows; nothing was changed.
+    #[error("too many pinned KV blocks: {needed} more to pin, {pinned} pinned, {limit} allowed (the pool has {total})")]
+    PinLimit {
+        /// Blocks that the pin would add.
+        needed: usize,
+        /// Blocks that are pinned.
+        pinned: usize,
+        /// Blocks that may be pinned.
+        limit: usize,
+        /// Blocks of the pool.
+        total: usize,
+    },
+    /// A file of saved blocks that is damaged, or belongs to another model, layout or version.
+    #[error("{0}")]
+    Checkpoint(String),
     /// A SIMD level that this CPU or build does not have.
     #[error("{0}")]
     UnsupportedSimd(String),
+    /// The spill file does not give or take a block; its slot holds nothing.
+    #[error("spill file: {message}")]
+    Spill {
+        /// The system's kind of error; `InvalidData` for bytes that are not what was written, `NotFound` for a slot that
+        /// holds nothing.
+        kind: std::io::ErrorKind,
+        /// What was tried, and the system's words.
+        message: String,
+    },
     /// The caller's interrupt check asked to stop; the call's output is incomplete.
     #[error("interrupted")]
     Interrupted,

@@ -1,14 +1,17 @@
-//! Attention against the naive oracle and against itself: every level, every format, odd sizes, poisoned memory,
-//! and law 1 (a row's bits depend on nothing but its token, its position and what it may see).
+//! Attention against the naive oracle and against itself: every level, format and mask, odd sizes, poisoned memory, and
+//! law 1 (a row's bits depend on nothing but its token, its position and what it may see).
 
 mod cases;
 
+use std::borrow::Cow;
+
 use cases::cases;
 use half::bf16;
-use kvcore::attention::{Rows, attend, reference};
-use kvcore::paging::{BlockCopy, BlockId};
+use kvcore::attention::reference::Dense;
+use kvcore::attention::{Call, Mask, Rows, attend};
+use kvcore::paging::BlockId;
 use kvcore::simd::Level;
-use kvcore::storage::{KvDtype, KvStore, Layout, Scales};
+use kvcore::storage::{KvDtype, KvStore, Layout, ScaleMode, Scales};
 use kvcore::threads::{NEVER, Threads};
 use proptest::prelude::*;
 
@@ -31,20 +34,94 @@ impl Random {
 struct Shape {
     kv_heads: usize,
     group: usize,
-    head_dim: usize,
+    k_dim: usize,
+    v_dim: usize,
+    latent: bool,
     block_size: usize,
     dtype: KvDtype,
+    scale_mode: ScaleMode,
 }
 
 impl Shape {
+    /// K and V of one width, in the format's usual scale mode.
+    fn plain(kv_heads: usize, group: usize, head_dim: usize, dtype: KvDtype) -> Self {
+        let scale_mode = dtype.default_scale_mode();
+        Self { kv_heads, group, k_dim: head_dim, v_dim: head_dim, latent: false, block_size: 16, dtype, scale_mode }
+    }
+
+    /// Latent rows of `rank + rope_dim` values.
+    fn latent(group: usize, rank: usize, rope_dim: usize, dtype: KvDtype) -> Self {
+        Self { k_dim: rank + rope_dim, v_dim: rank, latent: true, ..Self::plain(1, group, rank, dtype) }
+    }
+
+    fn layout(&self, num_blocks: usize) -> Layout {
+        let Self { kv_heads: num_kv_heads, k_dim, v_dim, latent, block_size, dtype, scale_mode, .. } = *self;
+        Layout { num_layers: 1, num_blocks, num_kv_heads, k_dim, v_dim, latent, block_size, dtype, scale_mode }
+    }
+
     fn q_heads(&self) -> usize {
         self.kv_heads * self.group
     }
+
+    /// Values of a row of queries, and of the result.
+    fn widths(&self) -> (usize, usize) {
+        (self.q_heads() * self.k_dim, self.q_heads() * self.v_dim)
+    }
+
+    fn scales(&self, k: f32, v: f32) -> Scales {
+        Scales { k: vec![k; self.kv_heads], v: vec![v; self.kv_heads] }
+    }
+
+    /// Every format in every scale mode.
+    fn all_formats() -> impl Iterator<Item = (KvDtype, ScaleMode)> {
+        KvDtype::ALL.into_iter().flat_map(|dtype| dtype.scale_modes().iter().map(move |&mode| (dtype, mode)))
+    }
+
+    /// How far a result may be from the oracle's, for values of V up to 1.
+    ///
+    /// The oracle gets queries and stored values as the kernels multiply them, so what is left is:
+    /// - f32 sums and the exponential's 2e-7. Scores are below 10 here and their sums have up to 576 terms of random
+    ///   sign, which makes an error of some 2^-24 * 10 * sqrt(576) at the very worst, 1.4e-5, in the exponent of a
+    ///   weight, and seldom a tenth of it; over many weights these errors cancel further.
+    /// - u = 2^-8, the largest relative error of rounding to bf16, for each weight, in all formats but f32 and f16.
+    ///   The sum is that of the rounded weights: then the result is a mix of V by weights that are a little different,
+    ///   and the error at most u * |v - result| <= 2 u. With scales of each token the sum is that of the weights
+    ///   before they are rounded: at most u * |v| <= u.
+    fn bound(&self) -> f32 {
+        let u = 2.0f32.powi(-8);
+        match (self.dtype, self.scale_mode) {
+            (KvDtype::F32 | KvDtype::F16, _) => 2e-6,
+            (KvDtype::Int4, _) | (_, ScaleMode::Static) => 2.0 * u + 2e-6,
+            (_, ScaleMode::PerTokenHead) => u + 2e-6,
+        }
+    }
 }
+
+/// Which mask the sequences of a fixture have.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Causal,
+    Window(usize),
+    Cross,
+}
+
+impl Kind {
+    fn mask(self, tokens: usize) -> Mask {
+        match self {
+            Kind::Causal => Mask::Causal,
+            Kind::Window(width) => Mask::Window(width),
+            Kind::Cross => Mask::Cross { tokens },
+        }
+    }
+}
+
+/// Rows `start..start + len` of a sequence.
+type Item = (usize, usize, usize);
 
 /// A store with one written sequence per length; the rest of the pool holds `poison`.
 struct Fixture {
     shape: Shape,
+    kind: Kind,
     store: KvStore,
     tables: Vec<Vec<BlockId>>,
     lengths: Vec<usize>,
@@ -52,57 +129,92 @@ struct Fixture {
 }
 
 impl Fixture {
-    fn new(shape: Shape, lengths: &[usize], poison: f32, scales: Scales) -> Self {
+    fn new(shape: Shape, lengths: &[usize], poison: f32) -> Self {
+        Self::with(shape, Kind::Causal, lengths, poison, shape.scales(1.0, 1.0))
+    }
+
+    fn with(shape: Shape, kind: Kind, lengths: &[usize], poison: f32, scales: Scales) -> Self {
         let blocks: usize = lengths.iter().map(|n| n.div_ceil(shape.block_size)).sum();
-        let layout = Layout {
-            num_layers: 1,
-            num_blocks: blocks + 3,
-            num_kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            block_size: shape.block_size,
-            dtype: shape.dtype,
-        };
+        let layout = shape.layout(blocks + 3);
         let mut store = KvStore::new(layout, scales).unwrap();
         store.fill(poison);
+        if poison.is_nan() {
+            // NaN in every floating-point format, scales among them.
+            for block in 0..layout.num_blocks as u32 {
+                store.block_bytes_mut(BlockId::new(block)).fill(0xff);
+            }
+        }
         // Tables run backwards through the pool, so that no kernel can count on neighbours.
         let mut free = (0..layout.num_blocks as u32).rev().map(BlockId::new);
-        let mut tables = Vec::new();
-        let mut queries = Vec::new();
+        let tables = lengths.iter().map(|n| free.by_ref().take(n.div_ceil(shape.block_size)).collect()).collect();
+        let mut fixture = Self { shape, kind, store, tables, lengths: lengths.to_vec(), q: Vec::new() };
         for (i, &n) in lengths.iter().enumerate() {
-            let table: Vec<BlockId> = free.by_ref().take(n.div_ceil(shape.block_size)).collect();
             let mut random = Random(77 + i as u64);
-            let row = shape.kv_heads * shape.head_dim;
-            let (k, v) = (random.values(n * row, 2.0), random.values(n * row, 1.0));
-            let slots = (0..n).map(|p| (table[p / shape.block_size], p % shape.block_size));
-            store.write(0, slots, &k, &v);
-            tables.push(table);
-            queries.push(random.values(n * shape.q_heads() * shape.head_dim, 1.5));
+            let k = random.values(n * shape.kv_heads * shape.k_dim, 2.0);
+            let v = random.values(n * shape.kv_heads * shape.v_dim, 1.0);
+            // A latent row is V too.
+            let k: Vec<f32> = if shape.latent { k.iter().map(|x| 0.5 * x).collect() } else { k };
+            fixture.write(i, 0, &k, &v);
+            fixture.q.push(random.values(n * shape.widths().0, 1.5));
         }
-        Self { shape, store, tables, lengths: lengths.to_vec(), q: queries }
+        fixture
+    }
+
+    /// Write tokens of a sequence from position `start` on.
+    fn write(&mut self, seq: usize, start: usize, k: &[f32], v: &[f32]) {
+        let (shape, table) = (self.shape, &self.tables[seq]);
+        let tokens = k.len() / (shape.kv_heads * shape.k_dim);
+        let slots = (start..start + tokens).map(|p| (table[p / shape.block_size], p % shape.block_size));
+        self.store.write(Level::best(), 0, slots, k, (!shape.latent).then_some(v));
+    }
+
+    /// Overwrite some tokens with one value.
+    fn fill_tokens(&mut self, seq: usize, tokens: std::ops::Range<usize>, value: f32) {
+        let Shape { kv_heads, k_dim, v_dim, .. } = self.shape;
+        let (k, v) = (vec![value; tokens.len() * kv_heads * k_dim], vec![value; tokens.len() * kv_heads * v_dim]);
+        self.write(seq, tokens.start, &k, &v);
     }
 
     fn scale(&self) -> f32 {
-        (self.shape.head_dim as f32).sqrt().recip()
+        (self.shape.k_dim as f32).sqrt().recip()
     }
 
-    /// Attend for rows `start..start + len` of the given sequences in one call; one output for each.
-    fn attend(&self, level: Level, threads: usize, items: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
-        let width = self.shape.q_heads() * self.shape.head_dim;
-        let rows: Vec<Rows> =
-            items.iter().map(|&(seq, start, len)| Rows { blocks: &self.tables[seq], start, len }).collect();
+    fn mask(&self, seq: usize) -> Mask {
+        self.kind.mask(self.lengths[seq])
+    }
+
+    /// Attend for the rows of `items` in one call; one output for each. Blocks that no row sees are not in the tables.
+    fn attend(&self, level: Level, threads: usize, items: &[Item]) -> Vec<Vec<f32>> {
+        let (q_width, out_width) = self.shape.widths();
+        let size = self.shape.block_size;
+        let tables: Vec<Vec<BlockId>> = items
+            .iter()
+            .map(|&(seq, start, len)| {
+                let (first, last) = (self.mask(seq).sees(start), self.mask(seq).sees(start + len - 1));
+                let seen = |i: usize| i * size < last.end && (i + 1) * size > first.start;
+                let table = self.tables[seq].iter().enumerate();
+                table.map(|(i, &block)| if seen(i) { block } else { BlockId::NONE }).collect()
+            })
+            .collect();
+        let rows: Vec<Rows> = items
+            .iter()
+            .zip(&tables)
+            .map(|(&(seq, start, len), blocks)| Rows { blocks, start, len, mask: self.mask(seq) })
+            .collect();
         let q: Vec<f32> = items
             .iter()
-            .flat_map(|&(seq, start, len)| self.q[seq][start * width..(start + len) * width].iter().copied())
+            .flat_map(|&(seq, start, len)| self.q[seq][start * q_width..(start + len) * q_width].iter().copied())
             .collect();
-        let mut out = vec![f32::NAN; q.len()];
+        let mut out = vec![f32::NAN; q.len() / q_width * out_width];
         let threads = Threads::new(Some(threads)).unwrap();
-        let heads = self.shape.q_heads();
-        attend(level, &threads, self.store.layer(0), &rows, heads, self.scale(), &q, &mut out, NEVER).unwrap();
+        let (view, num_q_heads) = (self.store.layer(0), self.shape.q_heads());
+        let call = Call { view, rows: &rows, num_q_heads, scale: self.scale(), q: &q };
+        attend(level, &threads, &call, &mut out, NEVER).unwrap();
         let mut rest = out.as_slice();
         items
             .iter()
             .map(|&(_, _, len)| {
-                let (this, after) = rest.split_at(len * width);
+                let (this, after) = rest.split_at(len * out_width);
                 rest = after;
                 this.to_vec()
             })
@@ -110,22 +222,31 @@ impl Fixture {
     }
 
     fn check_against_oracle(&self, level: Level) {
-        let Shape { kv_heads, head_dim, dtype, .. } = self.shape;
+        let (q_width, _) = self.shape.widths();
         for (seq, &n) in self.lengths.iter().enumerate() {
-            let (k, v) = self.store.read(0, &self.tables[seq], n);
-            // The kernels multiply bf16 and fp8 caches by bf16 queries: that rounding is part of the definition.
-            let paired = matches!(dtype, KvDtype::Bf16 | KvDtype::Fp8E4M3);
-            let q: Vec<f32> = match paired {
-                true => self.q[seq].iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
-                false => self.q[seq].clone(),
-            };
-            let expected = reference::attend(&q, &k, &v, n, self.shape.q_heads(), kv_heads, head_dim, self.scale());
-            let out = &self.attend(level, 1, &[(seq, 0, n)])[0];
-            // Softmax weights are rounded to bf16 (relative 2^-9 each) in the paired formats.
-            let bound = if paired { 2.0f32.powi(-8) } else { 2e-6 } * self.store.scales().v;
-            for (i, (x, e)) in out.iter().zip(&expected).enumerate() {
-                assert!((x - e).abs() <= bound, "{} {:?} n={n} [{i}]: {x} not {e}", level.name(), self.shape);
-            }
+            self.check_rows(level, (seq, 0, n), &self.q[seq][..n * q_width]);
+        }
+    }
+
+    fn check_rows(&self, level: Level, (seq, start, len): Item, q: &[f32]) {
+        let Shape { kv_heads: num_kv_heads, k_dim, v_dim, dtype, .. } = self.shape;
+        let (k, v) = self.store.read(Level::best(), 0, &self.tables[seq], self.lengths[seq]);
+        let dense = match self.shape.latent {
+            true => Dense::latent(&k, k_dim, v_dim),
+            false => Dense { k: &k, v: Cow::Borrowed(&v), num_kv_heads, k_dim, v_dim },
+        };
+        // The kernels multiply all formats but f32 and f16 by bf16 queries: that rounding is part of the definition.
+        let q: Vec<f32> = match dtype {
+            KvDtype::F32 | KvDtype::F16 => q.to_vec(),
+            _ => q.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
+        };
+        let expected = dense.attend(&q, self.shape.q_heads(), self.scale(), self.mask(seq), start);
+        let out = &self.attend(level, 1, &[(seq, start, len)])[0];
+        let bound = self.shape.bound() * dense.v.iter().fold(0.0, |max: f32, x| max.max(x.abs()));
+        assert_eq!(out.len(), expected.len());
+        for (i, (x, e)) in out.iter().zip(&expected).enumerate() {
+            let near = (x - e).abs() <= bound;
+            assert!(near, "{} {:?} {:?} n={len} [{i}]: {x} not {e}", level.name(), self.shape, self.kind);
         }
     }
 }
@@ -133,24 +254,44 @@ impl Fixture {
 /// Values in a row of queries, at most.
 const WIDEST: usize = 1152;
 
+fn dims() -> impl Strategy<Value = usize> {
+    prop_oneof![Just(2usize), Just(24), Just(64), (1usize..=24).prop_map(|d| 2 * d), Just(256usize)]
+}
+
 fn shapes() -> impl Strategy<Value = Shape> {
-    let head_dim = prop_oneof![Just(2usize), Just(24), Just(64), (1usize..=24).prop_map(|d| 2 * d), Just(256usize)];
-    (1usize..=3, 1usize..=9, head_dim, prop_oneof![Just(16usize), Just(48)], 0..KvDtype::ALL.len()).prop_map(
-        |(kv_heads, group, head_dim, block_size, dtype)| {
+    let formats: Vec<_> = Shape::all_formats().collect();
+    let widths = prop_oneof![
+        3 => dims().prop_map(|d| (d, d, false)),
+        2 => (dims(), dims()).prop_map(|(k, v)| (k, v, false)),
+        2 => prop_oneof![Just((20usize, 16usize)), Just((40, 34)), Just((576, 512)), Just((96, 96))]
+            .prop_map(|(k, v)| (k, v, true)),
+    ];
+    (1usize..=3, 1usize..=9, widths, prop_oneof![Just(16usize), Just(48)], prop::sample::select(formats)).prop_map(
+        |(kv_heads, group, (k_dim, v_dim, latent), block_size, (dtype, scale_mode))| {
+            let kv_heads = if latent { 1 } else { kv_heads };
             // A few of the widest heads, or many narrow ones: the tests run under emulators, too.
-            let group = group.min(WIDEST / head_dim / kv_heads).max(1);
-            Shape { kv_heads, group, head_dim, block_size, dtype: KvDtype::ALL[dtype] }
+            let group = group.min(WIDEST / k_dim.max(v_dim) / kv_heads).max(1);
+            Shape { kv_heads, group, k_dim, v_dim, latent, block_size, dtype, scale_mode }
         },
     )
 }
 
+fn kinds() -> impl Strategy<Value = Kind> {
+    let width = prop_oneof![Just(1usize), 2usize..40, 200usize..300, Just(usize::MAX)];
+    prop_oneof![2 => Just(Kind::Causal), 3 => width.prop_map(Kind::Window), 1 => Just(Kind::Cross)]
+}
+
 proptest! {
-    #![proptest_config(cases(24))]
+    #![proptest_config(cases(32))]
 
     #[test]
-    fn every_level_matches_the_oracle(shape in shapes(), n in prop_oneof![1usize..40, 250usize..300]) {
+    fn every_level_matches_the_oracle(
+        shape in shapes(),
+        kind in kinds(),
+        n in prop_oneof![2 => 1usize..40, 1 => 250usize..300],
+    ) {
         for level in Level::available() {
-            Fixture::new(shape, &[n], f32::NAN, Scales::UNIT).check_against_oracle(level);
+            Fixture::with(shape, kind, &[n], f32::NAN, shape.scales(1.0, 1.0)).check_against_oracle(level);
         }
     }
 
@@ -158,13 +299,14 @@ proptest! {
     #[test]
     fn a_rows_bits_depend_on_nothing_beside_it(
         shape in shapes(),
+        kind in kinds(),
         lengths in prop::collection::vec(prop_oneof![3 => 1usize..40, 1 => 240usize..600], 1..5),
         cut in 0.0f64..1.0,
     ) {
         for level in Level::available() {
-            let fixture = Fixture::new(shape, &lengths, f32::NAN, Scales::UNIT);
-            let width = shape.q_heads() * shape.head_dim;
-            let whole: Vec<(usize, usize, usize)> = lengths.iter().enumerate().map(|(i, &n)| (i, 0, n)).collect();
+            let fixture = Fixture::with(shape, kind, &lengths, f32::NAN, shape.scales(1.0, 1.0));
+            let width = shape.widths().1;
+            let whole: Vec<Item> = lengths.iter().enumerate().map(|(i, &n)| (i, 0, n)).collect();
             let all = fixture.attend(level, 1, &whole);
             prop_assert_eq!(&all, &fixture.attend(level, 3, &whole));
             let mut reversed: Vec<_> = whole.clone();
@@ -191,14 +333,22 @@ proptest! {
         }
     }
 
-    /// Law 7 (trap 13): what lies in unwritten slots has no effect.
+    /// Law 7 (trap 13): what lies in unwritten slots has no effect, nor what lies before a window.
     #[test]
-    fn stale_memory_has_no_effect(shape in shapes(), n in 1usize..70) {
+    fn stale_memory_has_no_effect(shape in shapes(), kind in kinds(), n in 1usize..70, cut in 0.0f64..1.0) {
+        let start = (cut * n as f64) as usize;
+        let fixture = |value: f32| {
+            let mut fixture = Fixture::with(shape, kind, &[n], value, shape.scales(1.0, 1.0));
+            let before = fixture.mask(0).sees(start).start;
+            fixture.fill_tokens(0, 0..before, value);
+            fixture
+        };
+        let clean = fixture(0.0);
         for level in Level::available() {
-            let clean = Fixture::new(shape, &[n], 0.0, Scales::UNIT).attend(level, 1, &[(0, 0, n)]);
+            let expected = clean.attend(level, 1, &[(0, start, n - start)]);
+            prop_assert!(expected[0].iter().all(|x| x.is_finite()));
             for poison in [f32::NAN, 1e30, f32::NEG_INFINITY] {
-                let dirty = Fixture::new(shape, &[n], poison, Scales::UNIT).attend(level, 1, &[(0, 0, n)]);
-                prop_assert_eq!(&clean, &dirty);
+                prop_assert_eq!(&expected, &fixture(poison).attend(level, 1, &[(0, start, n - start)]));
             }
         }
     }
@@ -208,94 +358,281 @@ proptest! {
 #[test]
 fn long_sequences_split_over_threads_without_a_change() {
     for dtype in KvDtype::ALL {
-        let shape = Shape { kv_heads: 1, group: 3, head_dim: 64, block_size: 16, dtype };
-        let fixture = Fixture::new(shape, &[5000, 17], f32::NAN, Scales::UNIT);
-        for level in Level::available() {
-            let items = [(0, 4999, 1), (1, 16, 1)];
-            let one = fixture.attend(level, 1, &items);
-            for threads in [2, 3, 8] {
-                assert_eq!(one, fixture.attend(level, threads, &items), "{}", level.name());
+        for shape in [Shape::plain(1, 3, 64, dtype), Shape::latent(3, 48, 16, dtype)] {
+            for kind in [Kind::Causal, Kind::Window(3001), Kind::Cross] {
+                let fixture = Fixture::with(shape, kind, &[5000, 17], f32::NAN, shape.scales(1.0, 1.0));
+                for level in Level::available() {
+                    let items = [(0, 4999, 1), (1, 16, 1)];
+                    let one = fixture.attend(level, 1, &items);
+                    for threads in [2, 3, 8] {
+                        assert_eq!(one, fixture.attend(level, threads, &items), "{} {kind:?}", level.name());
+                    }
+                }
             }
         }
     }
 }
 
-/// Trap 18's kind: unequal scales, so that a swap would show.
+/// A row alone, in batches of 2 and 7, in every slot, with 1 and 2 threads, prompt whole and in chunks.
 #[test]
-fn fp8_scales_apply_to_their_own_tensor() {
-    let shape = Shape { kv_heads: 2, group: 2, head_dim: 32, block_size: 16, dtype: KvDtype::Fp8E4M3 };
+fn trap_16_a_row_alone_and_in_batches() {
+    let lengths = [530, 1, 33, 270, 16, 300, 64];
+    for (dtype, scale_mode) in Shape::all_formats() {
+        for kind in [Kind::Causal, Kind::Window(100), Kind::Cross] {
+            let shape = Shape { scale_mode, ..Shape::plain(2, 3, 32, dtype) };
+            let fixture = Fixture::with(shape, kind, &lengths, f32::NAN, shape.scales(1.0, 1.0));
+            let level = Level::best();
+            let alone = &fixture.attend(level, 1, &[(0, 529, 1)])[0];
+            let same = |parts: &[Vec<f32>], slot: usize| {
+                assert_eq!(alone[..], parts[slot][parts[slot].len() - alone.len()..], "{dtype} {kind:?} {slot}");
+            };
+            for threads in [1, 2] {
+                for batch in [2, 7] {
+                    for slot in 0..batch {
+                        let mut items: Vec<Item> = (1..batch).map(|i| (i, lengths[i] - 1, 1)).collect();
+                        items.insert(slot, (0, 529, 1));
+                        same(&fixture.attend(level, threads, &items), slot);
+                    }
+                }
+                same(&fixture.attend(level, threads, &[(0, 0, 530)]), 0);
+                for first in [1, 17, 256, 400, 529] {
+                    same(&fixture.attend(level, threads, &[(0, 0, first), (0, first, 530 - first)]), 1);
+                }
+            }
+        }
+    }
+}
+
+/// W = 4, K = 0, V one-hot by position: the query at 9 sees 6, 7, 8 and itself, each with a quarter.
+#[test]
+fn trap_14_a_window_includes_its_own_token() {
+    for (dtype, scale_mode) in Shape::all_formats() {
+        let shape = Shape { scale_mode, ..Shape::plain(1, 2, 16, dtype) };
+        let mut fixture = Fixture::with(shape, Kind::Window(4), &[12], f32::NAN, shape.scales(1.0, 1.0));
+        let one_hot: Vec<f32> = (0..12 * 16).map(|i| f32::from(u8::from(i / 16 == i % 16))).collect();
+        fixture.write(0, 0, &[0.0; 12 * 16], &one_hot);
+        let exact = dtype == KvDtype::Int4 || scale_mode == ScaleMode::Static;
+        let bound = if exact { 0.0 } else { 0.25 * shape.bound() };
+        for level in Level::available() {
+            let out = &fixture.attend(level, 1, &[(0, 9, 1)])[0];
+            for (i, &x) in out.iter().enumerate() {
+                let expected = if (6..=9).contains(&(i % 16)) { 0.25 } else { 0.0 };
+                assert!((x - expected).abs() <= bound, "{} {dtype} {scale_mode} [{i}]: {x}", level.name());
+            }
+        }
+    }
+}
+
+/// nope 8, rope 4, v 6, rank 16: attention on the 20 values of a latent row, by queries that are absorbed, gives what
+/// attention on the expanded K (12) and V (6) gives.
+#[test]
+fn trap_15_absorbed_and_expanded_latent_attention_agree() {
+    const NOPE: usize = 8;
+    const ROPE: usize = 4;
+    const V: usize = 6;
+    const RANK: usize = 16;
+    let (heads, tokens) = (3, 300);
+    let scale = 1.0 / 12.0f32.sqrt();
+    assert_eq!(Shape::latent(heads, RANK, ROPE, KvDtype::F32).k_dim, 20);
+
+    let mut random = Random(15);
+    let rows = random.values(tokens * (RANK + ROPE), 1.0);
+    let up_k = random.values(heads * NOPE * RANK, 0.5);
+    let up_v = random.values(heads * V * RANK, 0.5);
+    let q = random.values(tokens * heads * (NOPE + ROPE), 2.0);
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() as f32;
+
+    // K of a head is [up_k latent, rope], V is up_v latent.
+    let (mut k, mut v) = (Vec::new(), Vec::new());
+    for row in rows.chunks_exact(RANK + ROPE) {
+        for head in 0..heads {
+            k.extend(up_k[head * NOPE * RANK..][..NOPE * RANK].chunks_exact(RANK).map(|up| dot(up, row)));
+            k.extend(&row[RANK..]);
+            v.extend(up_v[head * V * RANK..][..V * RANK].chunks_exact(RANK).map(|up| dot(up, row)));
+        }
+    }
+    // An absorbed query is [up_k^T nope, rope].
+    let mut absorbed = Vec::new();
+    for (i, q) in q.chunks_exact(NOPE + ROPE).enumerate() {
+        let up = &up_k[i % heads * NOPE * RANK..][..NOPE * RANK];
+        absorbed.extend((0..RANK).map(|r| {
+            let column: Vec<f32> = up.chunks_exact(RANK).map(|up| up[r]).collect();
+            dot(&column, &q[..NOPE])
+        }));
+        absorbed.extend(&q[NOPE..]);
+    }
+
+    let run = |level: Level, shape: Shape, k: &[f32], v: &[f32], q: &[f32]| -> Vec<f32> {
+        let mut fixture = Fixture::new(shape, &[tokens], f32::NAN);
+        fixture.write(0, 0, k, v);
+        let mut out = vec![0.0; tokens * shape.widths().1];
+        let rows = [Rows { blocks: &fixture.tables[0], start: 0, len: tokens, mask: Mask::Causal }];
+        let call = Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scale, q };
+        attend(level, &Threads::new(Some(1)).unwrap(), &call, &mut out, NEVER).unwrap();
+        out
+    };
+    let by_hand = Dense { k: &k, v: Cow::Borrowed(&v), num_kv_heads: heads, k_dim: NOPE + ROPE, v_dim: V }.attend(
+        &q,
+        heads,
+        scale,
+        Mask::Causal,
+        0,
+    );
     for level in Level::available() {
-        let fixture = Fixture::new(shape, &[45], f32::NAN, Scales { k: 0.5, v: 2.0 });
-        fixture.check_against_oracle(level);
-        let (k, v) = fixture.store.read(0, &fixture.tables[0], 45);
-        let (k1, v1) = (k.iter().copied().fold(0.0, f32::max), v.iter().copied().fold(0.0, f32::max));
-        assert!((1.8..=2.0).contains(&k1) && (0.9..=1.0).contains(&v1), "{k1} {v1}");
+        let wide = Shape { k_dim: NOPE + ROPE, v_dim: V, ..Shape::plain(heads, 1, V, KvDtype::F32) };
+        let expanded = run(level, wide, &k, &v, &q);
+        let latent = run(level, Shape::latent(heads, RANK, ROPE, KvDtype::F32), &rows, &[], &absorbed);
+        let up = |(i, x): (usize, &[f32])| -> Vec<f32> {
+            up_v[i % heads * V * RANK..][..V * RANK].chunks_exact(RANK).map(|up| dot(up, x)).collect()
+        };
+        let latent: Vec<f32> = latent.chunks_exact(RANK).enumerate().flat_map(up).collect();
+        assert_eq!((expanded.len(), latent.len()), (by_hand.len(), by_hand.len()));
+        for i in 0..by_hand.len() {
+            let (e, l, hand) = (expanded[i], latent[i], by_hand[i]);
+            assert!((e - l).abs() <= 1e-5 && (l - hand).abs() <= 1e-5, "{} [{i}] {l} {e} {hand}", level.name());
+        }
+    }
+}
+
+/// DeepSeek-V3's latent attention: 128 query heads on rows of 512 + 64 values, as a decode step and a short prefill.
+#[test]
+fn many_query_heads_share_one_latent_row() {
+    for dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Fp8E4M3, KvDtype::Int8, KvDtype::Int4] {
+        let shape = Shape::latent(128, 512, 64, dtype);
+        let fixture = Fixture::new(shape, &[37], f32::NAN);
+        let width = shape.widths().0;
+        for level in Level::available() {
+            for (start, len) in [(36, 1), (34, 3)] {
+                fixture.check_rows(level, (0, start, len), &fixture.q[0][start * width..(start + len) * width]);
+            }
+        }
+    }
+}
+
+/// Trap 18's kind: unequal scales, for each tensor and each head, so that a swap would show.
+#[test]
+fn static_scales_apply_to_their_own_tensor_and_head() {
+    for dtype in [KvDtype::Fp8E4M3, KvDtype::Fp8E5M2] {
+        let shape = Shape { scale_mode: ScaleMode::Static, ..Shape::plain(2, 2, 32, dtype) };
+        for level in Level::available() {
+            let scales = Scales { k: vec![0.5, 0.25], v: vec![2.0, 8.0] };
+            let fixture = Fixture::with(shape, Kind::Causal, &[45], f32::NAN, scales);
+            fixture.check_against_oracle(level);
+            let (k, v) = fixture.store.read(Level::best(), 0, &fixture.tables[0], 45);
+            let (k1, v1) = (k.iter().copied().fold(0.0, f32::max), v.iter().copied().fold(0.0, f32::max));
+            assert!((1.7..=2.3).contains(&k1) && (0.8..=1.2).contains(&v1), "{k1} {v1}");
+        }
+    }
+    // A latent row has one scale, K's.
+    let shape = Shape { scale_mode: ScaleMode::Static, ..Shape::latent(4, 32, 8, KvDtype::Fp8E4M3) };
+    for level in Level::available() {
+        let scales = Scales { k: vec![0.5], v: vec![2.0] };
+        Fixture::with(shape, Kind::Causal, &[45], f32::NAN, scales).check_against_oracle(level);
+    }
+}
+
+/// Tokens of very different magnitude: each has its own scale.
+#[test]
+fn token_scales_follow_their_tokens() {
+    for dtype in [KvDtype::Int8, KvDtype::Fp8E4M3, KvDtype::Fp8E5M2] {
+        for latent in [false, true] {
+            let scale_mode = ScaleMode::PerTokenHead;
+            let plain = Shape { scale_mode, ..Shape::plain(2, 2, 24, dtype) };
+            let shape = if latent { Shape { scale_mode, ..Shape::latent(2, 24, 8, dtype) } } else { plain };
+            let mut fixture = Fixture::with(shape, Kind::Window(70), &[290], f32::NAN, shape.scales(1.0, 1.0));
+            let (k_row, v_row) = (shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim);
+            let mut random = Random(5);
+            for token in 0..290 {
+                let size = 2.0f32.powi(-(token as i32 % 11));
+                let (k, v) = (random.values(k_row, size), random.values(v_row, 1.0 / size / 1024.0));
+                fixture.write(0, token, &k, &v);
+            }
+            for level in Level::available() {
+                fixture.check_against_oracle(level);
+            }
+        }
     }
 }
 
 #[test]
 fn a_later_token_that_is_not_a_number_does_not_reach_back() {
     for dtype in KvDtype::ALL {
-        let shape = Shape { kv_heads: 1, group: 2, head_dim: 16, block_size: 16, dtype };
-        let mut fixture = Fixture::new(shape, &[40], 0.0, Scales::UNIT);
+        let shape = Shape::plain(1, 2, 16, dtype);
+        let mut fixture = Fixture::new(shape, &[40], 0.0);
         for level in Level::available() {
             let before = fixture.attend(level, 1, &[(0, 0, 39)]);
-            let nan = vec![f32::NAN; 16];
-            let slot = (fixture.tables[0][2], 39 % 16);
-            fixture.store.write(0, std::iter::once(slot), &nan, &nan);
+            fixture.fill_tokens(0, 39..40, f32::NAN);
             assert_eq!(before[0], fixture.attend(level, 1, &[(0, 0, 40)])[0][..39 * 32], "{}", level.name());
-            assert!(fixture.attend(level, 1, &[(0, 39, 1)])[0].iter().all(|x| x.is_nan()));
-            fixture.store.write(0, std::iter::once(slot), &nan.map_to(0.5), &nan.map_to(0.5));
+            let after = fixture.attend(level, 1, &[(0, 39, 1)]);
+            assert!(after[0].iter().all(|x| x.is_nan()), "{} {dtype}", level.name());
+            fixture.fill_tokens(0, 39..40, 0.5);
         }
-    }
-}
-
-trait MapTo {
-    fn map_to(&self, x: f32) -> Vec<f32>;
-}
-impl MapTo for Vec<f32> {
-    fn map_to(&self, x: f32) -> Vec<f32> {
-        vec![x; self.len()]
     }
 }
 
 #[test]
 fn copies_take_every_layer() {
-    let layout =
-        Layout { num_layers: 3, num_blocks: 4, num_kv_heads: 2, head_dim: 6, block_size: 16, dtype: KvDtype::Bf16 };
-    let mut store = KvStore::new(layout, Scales::UNIT).unwrap();
+    let layout = Layout {
+        num_layers: 3,
+        num_blocks: 4,
+        num_kv_heads: 2,
+        k_dim: 6,
+        v_dim: 6,
+        latent: false,
+        block_size: 16,
+        dtype: KvDtype::Bf16,
+        scale_mode: ScaleMode::Static,
+    };
+    let level = Level::best();
+    let mut store = KvStore::new(layout, Scales::unit(&layout)).unwrap();
     let (src, dst) = (BlockId::new(3), BlockId::new(1));
     for layer in 0..3 {
         let k: Vec<f32> = (0..16 * 12).map(|i| (i + layer) as f32).collect();
-        store.write(layer, (0..16).map(|t| (src, t)), &k, &k);
+        store.write(level, layer, (0..16).map(|t| (src, t)), &k, Some(&k));
     }
-    store.copy_block(BlockCopy { src, dst });
+    store.copy_block(src, dst);
     for layer in 0..3 {
-        assert_eq!(store.read(layer, &[src], 16), store.read(layer, &[dst], 16));
-        assert_eq!(store.read(layer, &[BlockId::new(2)], 16).0, vec![0.0; 16 * 12]);
+        assert_eq!(store.read(level, layer, &[src], 16), store.read(level, layer, &[dst], 16));
+        assert_eq!(store.read(level, layer, &[BlockId::new(2)], 16).0, vec![0.0; 16 * 12]);
     }
 }
 
 #[test]
 fn bad_shapes_are_errors() {
-    let shape = Shape { kv_heads: 2, group: 2, head_dim: 8, block_size: 16, dtype: KvDtype::F32 };
-    let f = Fixture::new(shape, &[20], 0.0, Scales::UNIT);
+    let shape = Shape { k_dim: 8, v_dim: 6, ..Shape::plain(2, 2, 8, KvDtype::F32) };
+    let f = Fixture::new(shape, &[40], 0.0);
     let threads = Threads::new(Some(1)).unwrap();
-    let rows = |start, len| [Rows { blocks: &f.tables[0], start, len }];
-    let call = |rows: &[Rows], heads, scale, q_len, out_len| {
+    let table = &f.tables[0];
+    let rows = |start, len| [Rows { blocks: table, start, len, mask: Mask::Causal }];
+    let call = |rows: &[Rows], num_q_heads, scale, q_len, out_len| {
         let (q, mut out) = (vec![0.0; q_len], vec![0.0; out_len]);
-        attend(Level::best(), &threads, f.store.layer(0), rows, heads, scale, &q, &mut out, NEVER)
+        let call = Call { view: f.store.layer(0), rows, num_q_heads, scale, q: &q };
+        attend(Level::best(), &threads, &call, &mut out, NEVER)
     };
-    assert!(call(&rows(0, 20), 4, 1.0, 640, 640).is_ok());
+    let masked = |mask, blocks: &[BlockId]| call(&[Rows { blocks, start: 38, len: 2, mask }], 4, 1.0, 64, 48);
+    let returned = [BlockId::NONE, table[1], table[2]];
+    assert!(call(&rows(0, 20), 4, 1.0, 640, 480).is_ok());
     assert!(call(&rows(0, 0), 4, 1.0, 0, 0).is_ok());
+    assert!(masked(Mask::Window(23), &returned).is_ok());
+    assert!(masked(Mask::Cross { tokens: 48 }, table).is_ok());
+    assert!(masked(Mask::Cross { tokens: 16 }, &table[..1]).is_ok());
     for (result, word) in [
-        (call(&rows(0, 20), 3, 1.0, 480, 480), "multiple"),
+        (call(&rows(0, 20), 3, 1.0, 480, 360), "multiple"),
         (call(&rows(0, 20), 0, 1.0, 0, 0), "multiple"),
-        (call(&rows(0, 20), 4, 1.0, 639, 640), "q:"),
-        (call(&rows(0, 20), 4, 1.0, 640, 641), "out:"),
-        (call(&rows(13, 20), 4, 1.0, 640, 640), "block table"),
-        (call(&rows(usize::MAX, 20), 4, 1.0, 640, 640), "block table"),
-        (call(&rows(0, 20), 4, f32::NAN, 640, 640), "scale"),
+        (call(&rows(0, 20), 4, 1.0, 639, 480), "q:"),
+        (call(&rows(0, 20), 4, 1.0, 640, 640), "out:"),
+        (call(&rows(30, 20), 4, 1.0, 640, 480), "block table"),
+        (call(&rows(usize::MAX - 3, 20), 4, 1.0, 640, 480), "block table"),
+        (call(&rows(0, usize::MAX), 4, 1.0, 640, 480), "q:"),
+        (call(&[rows(0, usize::MAX), rows(0, 2)].concat(), 4, 1.0, 640, 480), "q:"),
+        (call(&rows(0, 20), 4, f32::NAN, 640, 480), "scale"),
+        (masked(Mask::Window(0), table), "window"),
+        (masked(Mask::Cross { tokens: 0 }, table), "cross"),
+        (masked(Mask::Cross { tokens: 49 }, table), "block table"),
+        (masked(Mask::Cross { tokens: usize::MAX }, table), "block table"),
+        (masked(Mask::Window(24), &returned), "block table"),
+        (masked(Mask::Causal, &returned), "block table"),
+        (masked(Mask::Causal, &[table[0], table[1], BlockId::new(6)]), "block table"),
     ] {
         let message = result.unwrap_err().to_string();
         assert!(message.contains(word), "{message}");

@@ -4,14 +4,14 @@ mod paging_store;
 
 use kvcore::Error;
 use kvcore::paging::{BlockManager, ManagerConfig, SeqId};
-use paging_store::{Store, run};
+use paging_store::{OneGroup, Store, run};
 
 fn manager(num_blocks: usize, block_size: usize) -> (BlockManager, Store) {
     (BlockManager::new(ManagerConfig::new(num_blocks, block_size)).unwrap(), Store::new(num_blocks, block_size))
 }
 
 fn prompt(manager: &mut BlockManager, store: &mut Store, tokens: &[u32]) -> SeqId {
-    let seq = manager.add(tokens, None, true).unwrap();
+    let seq = manager.admit(tokens, None, true).unwrap();
     let cached = manager.num_cached_tokens(seq).unwrap();
     run(manager, store, seq, tokens.len() - cached).unwrap();
     seq
@@ -32,7 +32,7 @@ fn sizes_out_of_range_are_errors() {
 #[test]
 fn bad_arguments_change_nothing() {
     let (mut manager, mut store) = manager(8, 4);
-    assert!(matches!(manager.add(&[], None, true), Err(Error::InvalidArgument(_))));
+    assert!(matches!(manager.admit(&[], None, true), Err(Error::InvalidArgument(_))));
     let seq = prompt(&mut manager, &mut store, &range(0, 6));
     manager.append(seq, &[7, 8]).unwrap();
     let valid = manager.plan(&[(seq, 2)], &mut Vec::new()).unwrap();
@@ -63,7 +63,7 @@ fn handles_of_freed_sequences_and_other_managers_are_errors() {
         assert!(matches!(manager.fork(seq), Err(Error::InvalidHandle(_))));
         assert!(matches!(manager.truncate(seq, 1), Err(Error::InvalidHandle(_))));
         assert!(matches!(manager.free(seq), Err(Error::InvalidHandle(_))));
-        assert!(matches!(manager.block_table(seq), Err(Error::InvalidHandle(_))));
+        assert!(matches!(manager.table(seq), Err(Error::InvalidHandle(_))));
         assert!(matches!(manager.token_ids(seq), Err(Error::InvalidHandle(_))));
         assert!(matches!(manager.num_tokens(seq), Err(Error::InvalidHandle(_))));
         assert!(matches!(manager.num_computed_tokens(seq), Err(Error::InvalidHandle(_))));
@@ -121,7 +121,7 @@ fn a_batch_ends_with_what_changes_its_sequences() {
 #[test]
 fn an_altered_batch_is_refused() {
     let (mut manager, _) = manager(8, 4);
-    let seq = manager.add(&range(0, 9), None, true).unwrap();
+    let seq = manager.admit(&range(0, 9), None, true).unwrap();
     let batch = manager.plan(&[(seq, 5)], &mut Vec::new()).unwrap();
     let mut altered = batch.clone();
     altered.rows[0].len = 9;
@@ -140,8 +140,8 @@ fn a_batch_names_positions_and_blocks() {
     manager.append(seq, &range(6, 5)).unwrap();
     let batch = manager.plan(&[(seq, 4)], &mut Vec::new()).unwrap();
     let row = &batch.rows[0];
-    assert_eq!((row.seq, row.start, row.len, row.blocks.len()), (seq, 6, 4, 3));
-    assert_eq!(row.blocks, manager.block_table(seq).unwrap());
+    assert_eq!((row.seq, row.start, row.len, row.tables[0].len()), (seq, 6, 4, 3));
+    assert_eq!(row.tables[0], manager.table(seq).unwrap());
     assert_eq!((manager.num_tokens(seq).unwrap(), manager.num_computed_tokens(seq).unwrap()), (11, 6));
 }
 
@@ -159,7 +159,7 @@ fn all_holders_in_one_plan_make_one_copy_less_than_they_are() {
     let mut copies = Vec::new();
     let batch = manager.plan(&items, &mut copies).unwrap();
     assert_eq!((copies.len(), manager.num_free_blocks()), (3, 0));
-    store.copy(&copies);
+    store.carry_out(&copies);
     store.write(&manager, &batch, None, 0);
     manager.commit(&batch).unwrap();
     manager.check().unwrap();
@@ -177,7 +177,7 @@ fn copies_are_counted_before_anything_is_taken() {
     // 13 tokens: two blocks more, and a copy of the second, which b holds.
     let error = manager.plan(&[(a, 7)], &mut Vec::new()).unwrap_err();
     assert_eq!(error, Error::OutOfBlocks { needed: 3, available: 2, total: 4 });
-    assert_eq!(manager.block_table(a).unwrap(), manager.block_table(b).unwrap());
+    assert_eq!(manager.table(a).unwrap(), manager.table(b).unwrap());
     manager.check().unwrap();
     run(&mut manager, &mut store, a, 6).unwrap();
     store.assert_reads(&manager, b, None, 0);
@@ -189,15 +189,15 @@ fn a_lone_sequence_rewrites_in_place_and_what_it_cut_is_no_longer_found() {
     let seq = prompt(&mut manager, &mut store, &range(0, 12));
     manager.truncate(seq, 6).unwrap();
     // Until it writes, the whole old prefix is still there.
-    assert_eq!(manager.find_prefix(&range(0, 13), None).len(), 3);
+    assert_eq!(manager.found(&range(0, 13), None).len(), 3);
     assert_eq!(manager.num_free_blocks(), 1);
     manager.append(seq, &range(100, 6)).unwrap();
     run(&mut manager, &mut store, seq, 6).unwrap();
     store.assert_reads(&manager, seq, None, 0);
-    assert_eq!(manager.find_prefix(&range(0, 13), None).len(), 1);
+    assert_eq!(manager.known(&range(0, 13), None), 6);
     let mut new = range(0, 6);
     new.extend(range(100, 7));
-    assert_eq!(manager.find_prefix(&new, None).len(), 3);
+    assert_eq!(manager.found(&new, None).len(), 3);
     assert_eq!((manager.stats().copies, manager.stats().evictions), (0, 0));
 }
 
@@ -212,24 +212,24 @@ fn a_cut_published_block_that_others_hold_is_copied() {
     run(&mut manager, &mut store, seq, 1).unwrap();
     store.assert_reads(&manager, seq, None, 0);
     store.assert_reads(&manager, reader, None, 0);
-    assert_eq!((manager.stats().copies, manager.find_prefix(&range(0, 9), None).len()), (1, 2));
+    assert_eq!((manager.stats().copies, manager.found(&range(0, 9), None).len()), (1, 2));
 }
 
 #[test]
 fn a_forgotten_plan_gives_its_blocks_back() {
     let (mut manager, mut store) = manager(8, 4);
-    let seq = manager.add(&range(0, 32), None, true).unwrap();
+    let seq = manager.admit(&range(0, 32), None, true).unwrap();
     manager.plan(&[(seq, 32)], &mut Vec::new()).unwrap();
     assert_eq!(manager.num_free_blocks(), 0);
     // The blocks that it no longer needs serve the other sequence of the same plan.
-    let other = manager.add(&range(50, 20), None, true).unwrap();
+    let other = manager.admit(&range(50, 20), None, true).unwrap();
     manager.plan(&[(other, 20), (seq, 12)], &mut Vec::new()).unwrap();
-    assert_eq!((manager.block_table(seq).unwrap().len(), manager.num_free_blocks()), (3, 0));
+    assert_eq!((manager.table(seq).unwrap().len(), manager.num_free_blocks()), (3, 0));
     manager.check().unwrap();
     run(&mut manager, &mut store, seq, 3).unwrap();
-    assert_eq!((manager.block_table(seq).unwrap().len(), manager.num_free_blocks()), (1, 2));
+    assert_eq!((manager.table(seq).unwrap().len(), manager.num_free_blocks()), (1, 2));
     let child = manager.fork(other).unwrap();
-    assert_eq!((manager.block_table(other).unwrap().len(), manager.block_table(child).unwrap().len()), (0, 0));
+    assert_eq!((manager.table(other).unwrap().len(), manager.table(child).unwrap().len()), (0, 0));
     assert_eq!((manager.num_tokens(child).unwrap(), manager.num_free_blocks()), (20, 7));
     manager.check().unwrap();
 }
@@ -237,21 +237,21 @@ fn a_forgotten_plan_gives_its_blocks_back() {
 #[test]
 fn without_use_prefix_nothing_is_read_or_published() {
     let (mut manager, mut store) = manager(8, 4);
-    let private = manager.add(&range(0, 9), None, false).unwrap();
+    let private = manager.admit(&range(0, 9), None, false).unwrap();
     run(&mut manager, &mut store, private, 9).unwrap();
-    assert!(manager.find_prefix(&range(0, 9), None).is_empty());
+    assert!(manager.found(&range(0, 9), None).is_empty());
     let public = prompt(&mut manager, &mut store, &range(0, 9));
-    assert_eq!(manager.find_prefix(&range(0, 9), None).len(), 2);
-    let private = manager.add(&range(0, 9), None, false).unwrap();
+    assert_eq!(manager.found(&range(0, 9), None).len(), 2);
+    let private = manager.admit(&range(0, 9), None, false).unwrap();
     assert_eq!(manager.num_cached_tokens(private).unwrap(), 0);
     manager.free(public).unwrap();
-    assert_eq!((manager.stats().query_tokens, manager.stats().cached), (9, 2));
+    assert_eq!((manager.stats().query_tokens, manager.stats().cached), (9, 3));
 
     let config = ManagerConfig { enable_prefix_caching: false, ..ManagerConfig::new(8, 4) };
     let mut off = BlockManager::new(config).unwrap();
     let seq = prompt(&mut off, &mut store, &range(0, 8));
     off.free(seq).unwrap();
-    assert_eq!((off.stats().cached, off.find_prefix(&range(0, 9), None).len()), (0, 0));
+    assert_eq!((off.stats().cached, off.found(&range(0, 9), None).len()), (0, 0));
 }
 
 #[test]
@@ -260,8 +260,8 @@ fn after_a_reset_nothing_old_is_found_or_published() {
     let old = prompt(&mut manager, &mut store, &range(0, 9));
     let gone = prompt(&mut manager, &mut store, &range(50, 9));
     manager.free(gone).unwrap();
-    let waiting = manager.add(&range(0, 9), Some(b"waiting"), true).unwrap();
-    let planned = manager.add(&range(0, 9), Some(b"planned"), true).unwrap();
+    let waiting = manager.admit(&range(0, 9), Some(b"waiting"), true).unwrap();
+    let planned = manager.admit(&range(0, 9), Some(b"planned"), true).unwrap();
     let batch = manager.plan(&[(planned, 9)], &mut Vec::new()).unwrap();
     manager.reset_prefix_cache().unwrap();
     manager.check().unwrap();
@@ -273,36 +273,36 @@ fn after_a_reset_nothing_old_is_found_or_published() {
     let batch = manager.plan(&[(waiting, 9)], &mut Vec::new()).unwrap();
     manager.commit(&batch).unwrap();
     manager.check().unwrap();
-    assert_eq!(manager.find_prefix(&range(0, 17), None).len(), 0);
-    assert_eq!(manager.find_prefix(&range(0, 17), Some(b"planned")).len(), 0);
-    assert_eq!(manager.find_prefix(&range(0, 17), Some(b"waiting")).len(), 2);
+    assert_eq!(manager.found(&range(0, 17), None).len(), 0);
+    assert_eq!(manager.found(&range(0, 17), Some(b"planned")).len(), 0);
+    assert_eq!(manager.known(&range(0, 17), Some(b"waiting")), 9);
     prompt(&mut manager, &mut store, &range(0, 9));
-    assert_eq!(manager.find_prefix(&range(0, 9), None).len(), 2);
+    assert_eq!(manager.known(&range(0, 17), None), 9);
 }
 
 #[test]
 fn the_second_of_two_equal_prompts_publishes_its_own_once_the_first_is_evicted() {
     let (mut manager, mut store) = manager(8, 4);
-    let [a, b] = [(); 2].map(|()| manager.add(&range(0, 8), None, true).unwrap());
+    let [a, b] = [(); 2].map(|()| manager.admit(&range(0, 8), None, true).unwrap());
     let batch = manager.plan(&[(a, 8), (b, 8)], &mut Vec::new()).unwrap();
     store.write(&manager, &batch, None, 0);
     manager.commit(&batch).unwrap();
     // The third block of b hangs below the first two of a.
     manager.append(b, &range(8, 4)).unwrap();
     run(&mut manager, &mut store, b, 4).unwrap();
-    let table = manager.block_table(a).unwrap().to_vec();
-    assert_eq!(manager.find_prefix(&range(0, 13), None), [table[0], table[1], manager.block_table(b).unwrap()[2]]);
+    let table = manager.table(a).unwrap().to_vec();
+    assert_eq!(manager.found(&range(0, 13), None), [table[0], table[1], manager.table(b).unwrap()[2]]);
     // a ends and its blocks are reused: what hung below them cannot be found either.
     manager.free(a).unwrap();
     let filler = prompt(&mut manager, &mut store, &range(100, 20));
-    assert_eq!(manager.find_prefix(&range(0, 13), None).len(), 0);
+    assert_eq!(manager.found(&range(0, 13), None).len(), 0);
     assert_eq!(manager.stats().evictions, 3);
     store.assert_reads(&manager, b, None, 0);
     // With its next full block all of b is found.
     manager.free(filler).unwrap();
     manager.append(b, &range(12, 4)).unwrap();
     run(&mut manager, &mut store, b, 4).unwrap();
-    assert_eq!(manager.find_prefix(&range(0, 17), None), manager.block_table(b).unwrap());
+    assert_eq!(manager.found(&range(0, 17), None), manager.table(b).unwrap());
 }
 
 #[test]
@@ -312,12 +312,12 @@ fn a_hit_renews_a_prefix() {
         let seq = prompt(&mut manager, &mut store, &range(start, 8));
         manager.free(seq).unwrap();
     }
-    let seq = manager.add(&range(0, 9), None, true).unwrap();
+    let seq = manager.admit(&range(0, 9), None, true).unwrap();
     assert_eq!(manager.num_cached_tokens(seq).unwrap(), 8);
     manager.free(seq).unwrap();
     prompt(&mut manager, &mut store, &range(100, 12));
-    assert_eq!(manager.find_prefix(&range(0, 9), None).len(), 2);
-    assert_eq!(manager.find_prefix(&range(50, 9), None).len(), 0);
+    assert_eq!(manager.found(&range(0, 9), None).len(), 2);
+    assert_eq!(manager.found(&range(50, 9), None).len(), 0);
 }
 
 #[test]
@@ -331,9 +331,8 @@ fn stored_tokens_follow_what_sequences_hold() {
     manager.truncate(seq, 5).unwrap();
     assert_eq!(tokens(&manager), 7);
     manager.free(child).unwrap();
-    manager.truncate(seq, 5).unwrap();
-    assert_eq!(tokens(&manager), 5);
-    // A cut full block stays whole while it is published.
+    // A cut block stays whole while it is published.
+    assert_eq!(tokens(&manager), 7);
     manager.truncate(seq, 3).unwrap();
     assert_eq!(tokens(&manager), 4);
     manager.append(seq, &[100]).unwrap();
@@ -346,7 +345,7 @@ fn stored_tokens_follow_what_sequences_hold() {
 #[test]
 fn a_chain_of_100_000_blocks_is_evicted_without_recursion() {
     let (mut manager, _) = manager(100_001, 1);
-    let [a, b] = [(); 2].map(|()| manager.add(&range(0, 100_000), None, true).unwrap());
+    let [a, b] = [(); 2].map(|()| manager.admit(&range(0, 100_000), None, true).unwrap());
     for seq in [a, b] {
         let batch = manager.plan(&[(seq, 1)], &mut Vec::new()).unwrap();
         manager.commit(&batch).unwrap();
@@ -355,7 +354,7 @@ fn a_chain_of_100_000_blocks_is_evicted_without_recursion() {
     let batch = manager.plan(&[(b, 99_999)], &mut Vec::new()).unwrap();
     manager.commit(&batch).unwrap();
     manager.free(a).unwrap();
-    let other = manager.add(&[7], None, true).unwrap();
+    let other = manager.admit(&[7], None, true).unwrap();
     manager.plan(&[(other, 1)], &mut Vec::new()).unwrap();
     manager.check().unwrap();
     assert_eq!((manager.stats().evictions, manager.num_free_blocks()), (100_000, 0));

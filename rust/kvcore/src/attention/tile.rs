@@ -10,16 +10,17 @@
 //! ```
 //! This is the online softmax of Milakov and Gimelshein (2018) by chunks, as in FlashAttention (Dao et al., 2022) and
 //! its split-KV form for decoding. Within a chunk every sum runs over dimensions or tokens in order; a row takes part
-//! in exactly the tokens it may see, so its bits do not depend on the rows beside it. Stale slots behind the last
-//! token are masked by selection (K) or not read (V): they may hold NaN.
+//! in exactly the tokens it may see, so its bits do not depend on the rows beside it. Its first chunk is taken as it is,
+//! later ones are merged in order. Slots that a row does not see are masked by selection (K and its scales) or not read
+//! (V): they may hold NaN.
 #![forbid(unsafe_code)]
 
-use crate::paging::BlockId;
-use crate::simd::{Format, LANES, Simd, Work, math, tile as kernel};
-use crate::storage::{LayerView, TILE};
+use std::ops::Range;
 
-/// Tokens of one chunk of the softmax.
-pub const CHUNK: usize = 256;
+use super::chunk::{Buffers, CHUNK, Chunk, Context};
+use super::mask::Mask;
+use crate::simd::{Format, LANES, Simd, Work, math, tile as kernel};
+use crate::storage::TILE;
 
 /// The largest number of queries that go through one register tile together.
 const MAX_M: usize = 8;
@@ -27,21 +28,19 @@ const MAX_M: usize = 8;
 /// Queries of consecutive rows that share one KV head.
 #[derive(Clone, Copy)]
 pub struct RowTile<'a> {
-    /// The layer's K and V.
-    pub view: LayerView<'a>,
-    /// The sequence's block table.
-    pub blocks: &'a [BlockId],
-    /// The KV head.
-    pub head: usize,
+    /// K and V of the head.
+    pub context: Context<'a>,
     /// Query heads for each KV head.
     pub group: usize,
     /// Position of the first row.
     pub start: usize,
     /// Number of rows.
     pub rows: usize,
+    /// Which tokens each row sees.
+    pub mask: Mask,
     /// Multiplies the scores.
     pub scale: f32,
-    /// `[rows, q heads, head_dim]`, all heads.
+    /// `[rows, q heads, k_dim]`, all heads.
     pub q: &'a [f32],
 }
 
@@ -59,29 +58,31 @@ struct Scratch<F: Format> {
     queries: Vec<F::Coef>,
     scores: Vec<[f32; CHUNK]>,
     weights: Vec<[F::Coef; CHUNK]>,
+    buffers: Buffers<F>,
 }
 
 /// `$body` with constants M, B and D for the register tile of `$m` queries: B K tiles and D V vectors at a time, so
-/// that the accumulators fill the registers and hide the latency of the products.
+/// that the accumulators fill the registers and hide the latency of the products. A single query takes ONE V vectors.
 macro_rules! with_tile {
-    ($accumulators:expr, $m:expr, |$M:ident, $B:ident, $D:ident| $body:expr) => {
+    ($accumulators:expr, $m:expr, |$M:ident, $B:ident, $D:ident, $ONE:ident| $body:expr) => {
         match ($accumulators, $m) {
-            (16, 8) => with_tile!(@ $M 8, $B 2, $D 2, $body),
-            (16, 6) => with_tile!(@ $M 6, $B 2, $D 2, $body),
-            (16, 4) => with_tile!(@ $M 4, $B 4, $D 4, $body),
-            (16, 3) => with_tile!(@ $M 3, $B 4, $D 4, $body),
-            (16, 2) => with_tile!(@ $M 2, $B 4, $D 4, $body),
-            (16, _) => with_tile!(@ $M 1, $B 8, $D 8, $body),
-            (4, 4) => with_tile!(@ $M 4, $B 1, $D 1, $body),
-            (4, 2) => with_tile!(@ $M 2, $B 2, $D 2, $body),
-            (4, _) => with_tile!(@ $M 1, $B 4, $D 4, $body),
-            _ => with_tile!(@ $M 1, $B 1, $D 1, $body),
+            (16, 8) => with_tile!(@ $M 8, $B 2, $D 2, $ONE 8, $body),
+            (16, 6) => with_tile!(@ $M 6, $B 2, $D 2, $ONE 8, $body),
+            (16, 4) => with_tile!(@ $M 4, $B 4, $D 4, $ONE 8, $body),
+            (16, 3) => with_tile!(@ $M 3, $B 4, $D 4, $ONE 8, $body),
+            (16, 2) => with_tile!(@ $M 2, $B 4, $D 4, $ONE 8, $body),
+            (16, _) => with_tile!(@ $M 1, $B 8, $D 8, $ONE 8, $body),
+            (4, 4) => with_tile!(@ $M 4, $B 1, $D 1, $ONE 4, $body),
+            (4, 2) => with_tile!(@ $M 2, $B 2, $D 2, $ONE 4, $body),
+            (4, _) => with_tile!(@ $M 1, $B 4, $D 4, $ONE 4, $body),
+            _ => with_tile!(@ $M 1, $B 1, $D 1, $ONE 1, $body),
         }
     };
-    (@ $M:ident $m:literal, $B:ident $b:literal, $D:ident $d:literal, $body:expr) => {{
+    (@ $M:ident $m:literal, $B:ident $b:literal, $D:ident $d:literal, $ONE:ident $one:literal, $body:expr) => {{
         const $M: usize = $m;
         const $B: usize = $b;
         const $D: usize = $d;
+        const $ONE: usize = $one;
         $body
     }};
 }
@@ -97,30 +98,41 @@ fn tile_size<S: Simd>(left: usize) -> usize {
 }
 
 impl RowTile<'_> {
-    /// One more than the last position that any row sees.
-    pub fn end(&self) -> usize {
-        self.start + self.rows
+    /// All tokens that any row sees.
+    pub fn sees(&self) -> Range<usize> {
+        self.mask.sees(self.start).start..self.mask.sees(self.start + self.rows - 1).end
+    }
+
+    /// The chunks of these tokens.
+    pub fn chunks(&self) -> Range<usize> {
+        let sees = self.sees();
+        sees.start / CHUNK..sees.end.div_ceil(CHUNK)
     }
 
     fn num_queries(&self) -> usize {
         self.rows * self.group
     }
 
-    /// Attend over the whole context; `out` has one `[group, head_dim]` slice for each row.
+    fn width(&self) -> usize {
+        self.context.view.layout.width()
+    }
+
+    /// Attend over the whole context; `out` has one `[group, v_dim]` slice for each row.
     pub fn attend<S: Simd, F: Format>(&self, s: S, out: Vec<&mut [f32]>) {
         let mut scratch = self.scratch::<S, F>(s);
         let mut running = self.partial();
-        let mut chunk = self.partial();
-        self.chunk(s, &mut scratch, 0, &mut running);
-        for c in 1..self.end().div_ceil(CHUNK) {
-            self.chunk(s, &mut scratch, c, &mut chunk);
-            self.merge_chunk(s, c, &mut running, &chunk);
+        let mut partial = self.partial();
+        let chunks = self.chunks();
+        self.chunk(s, &mut scratch, chunks.start, &mut running);
+        for c in chunks.skip(1) {
+            self.chunk(s, &mut scratch, c, &mut partial);
+            self.merge_chunk(s, c, &mut running, &partial);
         }
         self.finish(&running, out);
     }
 
     /// The partial results of the chunks from `first` on, one for each of `partials`.
-    pub fn chunks<S: Simd, F: Format>(&self, s: S, first: usize, partials: &mut [Partial]) {
+    pub fn some_chunks<S: Simd, F: Format>(&self, s: S, first: usize, partials: &mut [Partial]) {
         let mut scratch = self.scratch::<S, F>(s);
         for (i, partial) in partials.iter_mut().enumerate() {
             *partial = self.partial();
@@ -130,22 +142,22 @@ impl RowTile<'_> {
 
     /// Merge the partial results of all chunks, in order, exactly as [`Self::attend`] does.
     pub fn merge<S: Simd>(&self, s: S, partials: Vec<Partial>, out: Vec<&mut [f32]>) {
-        let mut partials = partials.into_iter();
-        let Some(mut running) = partials.next() else { return };
-        for (i, partial) in partials.enumerate() {
-            self.merge_chunk(s, i + 1, &mut running, &partial);
+        let mut chunks = self.chunks().zip(partials);
+        let Some((_, mut running)) = chunks.next() else { return };
+        for (c, partial) in chunks {
+            self.merge_chunk(s, c, &mut running, &partial);
         }
         self.finish(&running, out);
     }
 
     fn partial(&self) -> Partial {
         let n = self.num_queries();
-        Partial { m: vec![0.0; n], l: vec![0.0; n], acc: vec![0.0; n * self.view.layout.width()] }
+        Partial { m: vec![0.0; n], l: vec![0.0; n], acc: vec![0.0; n * self.width()] }
     }
 
     /// Pack the queries as the kernels read them.
     fn scratch<S: Simd, F: Format>(&self, _: S) -> Scratch<F> {
-        let (n, dim) = (self.num_queries(), self.view.layout.head_dim);
+        let (n, dim) = (self.num_queries(), self.context.view.layout.k_dim);
         let row_width = self.q.len() / self.rows;
         let mut queries = Vec::with_capacity(n * dim / F::STEP);
         let mut first = 0;
@@ -153,100 +165,107 @@ impl RowTile<'_> {
             let m = tile_size::<S>(n - first);
             for i in (0..dim).step_by(F::STEP) {
                 for query in first..first + m {
-                    let (row, head) = (query / self.group, self.head * self.group + query % self.group);
+                    let (row, head) = (query / self.group, self.context.head * self.group + query % self.group);
                     queries.push(F::coef(&self.q[row * row_width + head * dim + i..][..F::STEP]));
                 }
             }
             first += m;
         }
         let zero: F::Coef = bytemuck::Zeroable::zeroed();
-        Scratch { queries, scores: vec![[0.0; CHUNK]; MAX_M], weights: vec![[zero; CHUNK]; MAX_M] }
+        Scratch {
+            queries,
+            scores: vec![[0.0; CHUNK]; MAX_M],
+            weights: vec![[zero; CHUNK]; MAX_M],
+            buffers: self.context.buffers(),
+        }
     }
 
-    /// Tokens of chunk `c` that `query`'s row sees.
-    fn visible(&self, c: usize, query: usize) -> usize {
-        (self.start + query / self.group + 1).saturating_sub(c * CHUNK).min(CHUNK)
+    /// Tokens of chunk `c` that `query`'s row sees, counted within the chunk.
+    fn visible(&self, c: usize, query: usize) -> Range<usize> {
+        within(c, self.mask.sees(self.start + query / self.group))
     }
 
-    /// K tile `t` (16 tokens at `16 t`) of this head.
-    fn k_tile<F: Format>(&self, t: usize) -> &[F::Raw] {
-        let per_block = self.view.layout.block_size / TILE;
-        bytemuck::cast_slice(self.view.k_tile(self.blocks[t / per_block], self.head, t % per_block))
-    }
-
-    /// V tile `t` of this head.
-    fn v_tile<F: Format>(&self, t: usize) -> &[F::Raw] {
-        let per_block = self.view.layout.block_size / TILE;
-        bytemuck::cast_slice(self.view.v_tile(self.blocks[t / per_block], self.head, t % per_block))
-    }
-
-    /// Softmax state of every query over the tokens of chunk `c` that its row sees; untouched where it sees none.
+    /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
     fn chunk<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<F>, c: usize, partial: &mut Partial) {
         let n = self.num_queries();
-        let steps = self.view.layout.head_dim / F::STEP;
+        let steps = self.context.view.layout.k_dim / F::STEP;
+        let tiles = tiles_of(&within(c, self.sees()));
+        let Scratch { queries, scores, weights, buffers } = scratch;
+        let chunk = self.context.chunk(s, c, tiles, buffers);
         let mut first = 0;
         while first < n {
             let m = tile_size::<S>(n - first);
-            with_tile!(S::ACCUMULATORS, m, |M, B, D| self
-                .register_tile::<S, F, M, B, D>(s, scratch, c, first, steps, partial));
+            with_tile!(S::ACCUMULATORS, m, |M, B, D, ONE| {
+                let queries = queries[first * steps..(first + M) * steps].as_chunks::<M>().0;
+                self.register_tile::<S, F, M, B, D, ONE>(s, &chunk, c, first, queries, scores, weights, partial);
+            });
             first += m;
         }
     }
 
-    fn register_tile<S: Simd, F: Format, const M: usize, const B: usize, const D: usize>(
+    #[allow(clippy::too_many_arguments)] // As the kernels: a struct would only rename them.
+    fn register_tile<S: Simd, F: Format, const M: usize, const B: usize, const D: usize, const ONE: usize>(
         &self,
         s: S,
-        scratch: &mut Scratch<F>,
+        chunk: &Chunk<'_, F>,
         c: usize,
         first: usize,
-        steps: usize,
+        queries: &[[F::Coef; M]],
+        scores: &mut [[f32; CHUNK]],
+        weights: &mut [[F::Coef; CHUNK]],
         partial: &mut Partial,
     ) {
-        let visible: [usize; M] = std::array::from_fn(|m| self.visible(c, first + m));
-        // Rows ascend, so the last query sees most, and the first of those that see anything sees least.
-        let most = visible[M - 1];
-        if most == 0 {
-            return;
-        }
-        let least = visible.iter().copied().find(|&v| v > 0).unwrap_or(most);
+        let visible: [Range<usize>; M] = std::array::from_fn(|m| self.visible(c, first + m));
+        let Some(Shared { any, all }) = shared(&visible) else { return };
 
-        let queries = scratch.queries[first * steps..(first + M) * steps].as_chunks::<M>().0;
-        let tiles = most.div_ceil(TILE);
-        s.run(Scores::<F, M, B> { tile: self, chunk: c, tiles, queries, scores: &mut scratch.scores });
+        s.run(Scores::<F, M, B> { chunk, tiles: tiles_of(&any), queries, scores });
+        let scale = self.scale * self.context.view.k_scale(self.context.head);
         for m in 0..M {
-            if visible[m] > 0 {
-                let scale = self.scale * self.view.scales.k;
-                let (scores, weights) = (&mut scratch.scores[m], &mut scratch.weights[m]);
-                let (max, sum) = s.run(Weights::<F> { scale, visible: visible[m], scores, weights });
+            if !visible[m].is_empty() {
+                let (scores, weights) = (&mut scores[m], &mut weights[m]);
+                let (max, sum) = s.run(Weights { chunk, scale, visible: visible[m].clone(), scores, weights });
                 partial.m[first + m] = max;
                 partial.l[first + m] = sum;
             }
         }
-        let weights: &[[F::Coef; CHUNK]; M] = scratch.weights.first_chunk().expect("M rows of weights");
-        let width = self.view.layout.width();
+        let weights: &[[F::Coef; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
+        let width = self.width();
         let acc = &mut partial.acc[first * width..(first + M) * width];
         acc.fill(0.0);
-        if least == most {
-            s.run(Mix::<F, M, D> { tile: self, chunk: c, from: 0, to: most, weights, acc });
-        } else {
-            // The tokens that all rows see together, then each row's own rest.
-            let together = least / TILE * TILE;
-            s.run(Mix::<F, M, D> { tile: self, chunk: c, from: 0, to: together, weights, acc });
-            for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
-                let own = std::array::from_ref(&weights[m]);
-                let to = visible[m].max(together);
-                s.run(Mix::<F, 1, D> { tile: self, chunk: c, from: together, to, weights: own, acc });
+        // The tokens that all rows see go together; what lies before and behind, each row takes alone.
+        for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
+            let own = std::array::from_ref(&weights[m]);
+            let before = visible[m].start..visible[m].end.min(all.start);
+            if !before.is_empty() {
+                s.run(Mix::<F, 1, ONE> { chunk, tokens: before, width, weights: own, acc });
+            }
+        }
+        if !all.is_empty() {
+            s.run(Mix::<F, M, D> { chunk, tokens: all.clone(), width, weights, acc });
+        }
+        for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
+            let own = std::array::from_ref(&weights[m]);
+            let behind = visible[m].start.max(all.end)..visible[m].end;
+            if !behind.is_empty() {
+                s.run(Mix::<F, 1, ONE> { chunk, tokens: behind, width, weights: own, acc });
             }
         }
     }
 
     /// Merge chunk `c` into the running state of the queries that see any of it.
     fn merge_chunk<S: Simd>(&self, s: S, c: usize, running: &mut Partial, chunk: &Partial) {
-        let width = self.view.layout.width();
+        let width = self.width();
         for i in 0..self.num_queries() {
-            if self.visible(c, i) > 0 {
-                let (acc, add) = (&mut running.acc[i * width..][..width], &chunk.acc[i * width..][..width]);
-                let (m, l) = (&mut running.m[i], &mut running.l[i]);
+            let sees = self.mask.sees(self.start + i / self.group);
+            if within(c, sees.clone()).is_empty() {
+                continue;
+            }
+            let (acc, add) = (&mut running.acc[i * width..][..width], &chunk.acc[i * width..][..width]);
+            let (m, l) = (&mut running.m[i], &mut running.l[i]);
+            if sees.start / CHUNK == c {
+                (*m, *l) = (chunk.m[i], chunk.l[i]);
+                acc.copy_from_slice(add);
+            } else {
                 s.run(Merge { m, l, acc, add_m: chunk.m[i], add_l: chunk.l[i], add });
             }
         }
@@ -254,25 +273,55 @@ impl RowTile<'_> {
 
     /// `out = acc / l`, each row's queries side by side.
     fn finish(&self, state: &Partial, out: Vec<&mut [f32]>) {
-        let (dim, width) = (self.view.layout.head_dim, self.view.layout.width());
+        let (view, width) = (self.context.view, self.width());
+        let scale = view.v_scale(self.context.head);
         for (row, out) in out.into_iter().enumerate() {
-            for (head, out) in out.chunks_exact_mut(dim).enumerate() {
+            for (head, out) in out.chunks_exact_mut(view.layout.v_dim).enumerate() {
                 let i = row * self.group + head;
                 for (out, acc) in out.iter_mut().zip(&state.acc[i * width..]) {
-                    *out = acc / state.l[i] * self.view.scales.v;
+                    *out = acc / state.l[i] * scale;
                 }
             }
         }
     }
 }
 
+/// The part of `tokens` that lies in chunk `c`, counted from the chunk's first token; it may be empty.
+fn within(c: usize, tokens: Range<usize>) -> Range<usize> {
+    let place = |token: usize| token.saturating_sub(c * CHUNK).min(CHUNK);
+    place(tokens.start)..place(tokens.end)
+}
+
+/// The tiles that `tokens` lie in.
+fn tiles_of(tokens: &Range<usize>) -> Range<usize> {
+    tokens.start / TILE..tokens.end.div_ceil(TILE)
+}
+
+/// What several rows see of a chunk.
+struct Shared {
+    /// From the first token that any row sees to the last.
+    any: Range<usize>,
+    /// Tokens that all rows see that see any. Where rows differ it ends at a tile's border, so that nobody's first or
+    /// last tile is cut in two; `CHUNK..CHUNK` if there are none.
+    all: Range<usize>,
+}
+
+/// `None` if no row sees any token. Both ends ascend with the rows.
+fn shared(visible: &[Range<usize>]) -> Option<Shared> {
+    let mut seeing = visible.iter().filter(|v| !v.is_empty());
+    let first = seeing.next()?;
+    let last = seeing.next_back().unwrap_or(first);
+    let start = if first.start == last.start { first.start } else { last.start.next_multiple_of(TILE) };
+    let end = if first.end == last.end { first.end } else { first.end / TILE * TILE };
+    Some(Shared { any: first.start..last.end, all: if start < end { start..end } else { CHUNK..CHUNK } })
+}
+
 // Each piece of work below is compiled once per level, format and tile size, as a function of its own.
 
-/// `scores[m][token] = q . k` for the first `tiles` tiles of a chunk.
+/// `scores[m][token] = q . k` for the tiles `tiles` of a chunk.
 struct Scores<'a, F: Format, const M: usize, const B: usize> {
-    tile: &'a RowTile<'a>,
-    chunk: usize,
-    tiles: usize,
+    chunk: &'a Chunk<'a, F>,
+    tiles: Range<usize>,
     queries: &'a [[F::Coef; M]],
     scores: &'a mut [[f32; CHUNK]],
 }
@@ -282,17 +331,13 @@ impl<F: Format, const M: usize, const B: usize> Work for Scores<'_, F, M, B> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let base = self.chunk * (CHUNK / TILE);
         let mut store = |t: usize, m: usize, x: S::F32| {
             s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
         };
-        let mut t = 0;
-        while t + B <= self.tiles {
-            let mut panels = [self.tile.k_tile::<F>(base + t); B];
-            for b in 1..B {
-                panels[b] = self.tile.k_tile::<F>(base + t + b);
-            }
-            let acc = kernel::dot::<S, F, M, B>(s, panels, self.queries);
+        let mut t = self.tiles.start;
+        while t + B <= self.tiles.end {
+            let panels = self.chunk.k[t..].first_chunk().expect("B panels");
+            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries);
             for m in 0..M {
                 for b in 0..B {
                     store(t + b, m, acc[m][b]);
@@ -300,8 +345,8 @@ impl<F: Format, const M: usize, const B: usize> Work for Scores<'_, F, M, B> {
             }
             t += B;
         }
-        while t < self.tiles {
-            let acc = kernel::dot::<S, F, M, 1>(s, [self.tile.k_tile::<F>(base + t)], self.queries);
+        while t < self.tiles.end {
+            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries);
             for m in 0..M {
                 store(t, m, acc[m][0]);
             }
@@ -310,11 +355,20 @@ impl<F: Format, const M: usize, const B: usize> Work for Scores<'_, F, M, B> {
     }
 }
 
-/// Scores to softmax weights `exp(scale * score - max)` for the first `visible` tokens. Returns the maximum (of the
-/// scores in base-2 units) and the sum of the weights as they are multiplied, that is, after rounding.
+/// Lanes of tile `t` that are `visible` from `x`, the others from `other`.
+#[inline(always)]
+fn visible_lanes<S: Simd>(s: S, visible: &Range<usize>, t: usize, x: S::F32, other: S::F32) -> S::F32 {
+    let x = s.first_lanes(visible.end - t * TILE, x, other);
+    if t * TILE < visible.start { s.first_lanes(visible.start - t * TILE, other, x) } else { x }
+}
+
+/// Scores to softmax weights `exp(scale * score - max)` for the `visible` tokens. Returns the maximum (of the scores in
+/// base-2 units) and the sum of the weights as they are multiplied, that is, after rounding. Where tokens have scales,
+/// K's multiply the scores and V's the weights, which are rounded with them; the sum is that of the weights alone.
 struct Weights<'a, F: Format> {
+    chunk: &'a Chunk<'a, F>,
     scale: f32,
-    visible: usize,
+    visible: Range<usize>,
     scores: &'a mut [f32; CHUNK],
     weights: &'a mut [F::Coef; CHUNK],
 }
@@ -325,33 +379,44 @@ impl<F: Format> Work for Weights<'_, F> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> (f32, f32) {
         let scale = s.splat(self.scale * std::f32::consts::LOG2_E);
-        let lowest = s.splat(f32::NEG_INFINITY);
-        let tiles = self.visible.div_ceil(TILE);
-        let scores = &mut self.scores.as_chunks_mut::<LANES>().0[..tiles];
+        let (zero, lowest) = (s.splat(0.0), s.splat(f32::NEG_INFINITY));
+        let (visible, tiles) = (&self.visible, tiles_of(&self.visible));
+        let scores = self.scores.as_chunks_mut::<LANES>().0;
+        let scales = self.chunk.scales.as_ref();
         let mut max = lowest;
-        for (t, score) in scores.iter_mut().enumerate() {
-            let x = s.first_lanes(self.visible - t * TILE, s.mul(s.load(score), scale), lowest);
+        for t in tiles.clone() {
+            let mut x = s.mul(s.load(&scores[t]), scale);
+            if let Some(scales) = scales {
+                x = s.mul(x, s.load(scales.k[t]));
+            }
+            x = visible_lanes(s, visible, t, x, lowest);
             max = s.max(max, x);
-            s.store(x, score);
+            s.store(x, &mut scores[t]);
         }
         let max = s.reduce_max(max);
-        let mut sum = s.splat(0.0);
-        for (score, out) in scores.iter().zip(self.weights.chunks_exact_mut(TILE / F::STEP)) {
-            let x = F::round_coefs(s, math::exp2(s, s.sub(s.load(score), s.splat(max))));
-            sum = s.add(sum, x);
+        let mut sum = zero;
+        let outs = self.weights.chunks_exact_mut(TILE / F::STEP).skip(tiles.start);
+        for (t, out) in tiles.zip(outs) {
+            let mut x = math::exp2(s, s.sub(s.load(&scores[t]), s.splat(max)));
+            if let Some(scales) = scales {
+                sum = s.add(sum, x);
+                // Zero times the scale of a stale slot, which may be anything, is not zero.
+                x = F::round_coefs(s, visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero));
+            } else {
+                x = F::round_coefs(s, x);
+                sum = s.add(sum, x);
+            }
             F::store_coefs(s, x, out);
         }
         (max, s.reduce_sum(sum))
     }
 }
 
-/// `acc[m] += sum of weights[m][token] * v[token]` over tokens `from..to` of a chunk, `from` at a tile's start;
-/// `acc` is `[M, width]`.
+/// `acc[m] += sum of weights[m][token] * v[token]` over `tokens` of a chunk; `acc` is `[M, width]`.
 struct Mix<'a, F: Format, const M: usize, const D: usize> {
-    tile: &'a RowTile<'a>,
-    chunk: usize,
-    from: usize,
-    to: usize,
+    chunk: &'a Chunk<'a, F>,
+    tokens: Range<usize>,
+    width: usize,
     weights: &'a [[F::Coef; CHUNK]; M],
     acc: &'a mut [f32],
 }
@@ -361,7 +426,7 @@ impl<F: Format, const M: usize, const D: usize> Work for Mix<'_, F, M, D> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        let vectors = self.tile.view.layout.width() / LANES;
+        let vectors = self.width / LANES;
         let mut d = 0;
         while d + D <= vectors {
             self.columns::<S, D>(s, d);
@@ -382,20 +447,19 @@ impl<F: Format, const M: usize, const D: usize> Mix<'_, F, M, D> {
     /// The vectors `d..d + N` of the head's dimensions.
     #[inline(always)]
     fn columns<S: Simd, const N: usize>(&mut self, s: S, d: usize) {
-        let width = self.tile.view.layout.width();
-        let vectors = width / LANES;
+        let (width, vectors) = (self.width, self.width / LANES);
         let mut sums = [[s.splat(0.0); N]; M];
         for m in 0..M {
             for i in 0..N {
                 sums[m][i] = s.load(self.acc[m * width + (d + i) * LANES..].first_chunk().expect("16 lanes"));
             }
         }
-        for t in self.from / TILE..self.to.div_ceil(TILE) {
-            let rows = &self.tile.v_tile::<F>(self.chunk * (CHUNK / TILE) + t)[d..];
-            let end = self.to.min((t + 1) * TILE);
-            let (first, last) = (t * TILE / F::STEP, end.div_ceil(F::STEP));
-            let half_last = !end.is_multiple_of(F::STEP);
-            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, first, last, half_last);
+        for t in tiles_of(&self.tokens) {
+            let (start, end) = (self.tokens.start.max(t * TILE), self.tokens.end.min((t + 1) * TILE));
+            let (first, last) = (start / F::STEP, end.div_ceil(F::STEP));
+            let rows = &self.chunk.v[t][(first - t * TILE / F::STEP) * vectors + d..];
+            let halves = (!start.is_multiple_of(F::STEP), !end.is_multiple_of(F::STEP));
+            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, first, last, halves);
         }
         for m in 0..M {
             for i in 0..N {

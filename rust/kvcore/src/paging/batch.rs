@@ -24,8 +24,13 @@ pub struct BatchSeq {
     pub start: usize,
     /// Planned tokens, at least 1.
     pub len: usize,
-    /// Block table that covers tokens `0..start + len`: token t is in slot `t % block_size` of `blocks[t / block_size]`.
-    pub blocks: Vec<BlockId>,
+    /// For each group the block table that covers tokens `0..start + len`: token t is in slot `t % block_size` of
+    /// `tables[group][t / block_size]`, which is [`BlockId::NONE`] where no planned token can see it any more.
+    pub tables: Vec<Vec<BlockId>>,
+    /// Blocks with the K and V of the sequence's encoder.
+    pub cross: Vec<BlockId>,
+    /// Tokens in these.
+    pub cross_tokens: usize,
 }
 
 impl Batch {

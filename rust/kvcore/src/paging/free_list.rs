@@ -24,6 +24,10 @@ impl FreeList {
         self.len
     }
 
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// The oldest block.
     pub fn front(&self) -> Option<u32> {
         (self.head != NIL).then_some(self.head)
@@ -37,6 +41,24 @@ impl FreeList {
             tail => states[tail as usize].next = block,
         }
         self.tail = block;
+        self.len += 1;
+    }
+
+    /// Puts a block behind the last one that was not released later than it.
+    pub fn insert_by_release(&mut self, states: &mut [BlockState], block: u32) {
+        let released = states[block as usize].released;
+        let mut before = self.tail;
+        while before != NIL && states[before as usize].released > released {
+            before = states[before as usize].prev;
+        }
+        let after = match before {
+            NIL => return self.push_front(states, block),
+            _ if before == self.tail => return self.push_back(states, block),
+            before => std::mem::replace(&mut states[before as usize].next, block),
+        };
+        states[after as usize].prev = block;
+        states[block as usize].prev = before;
+        states[block as usize].next = after;
         self.len += 1;
     }
 
@@ -119,5 +141,16 @@ mod tests {
         assert_eq!((order(&list, &states), list.front(), list.len()), (vec![], None, 0));
         list.push_back(&mut states, 2);
         assert_eq!(order(&list, &states), [2]);
+    }
+
+    #[test]
+    fn blocks_are_inserted_by_their_time_of_release() {
+        let mut states = vec![BlockState::EMPTY; 6];
+        let mut list = FreeList::new();
+        for (block, released) in [5, 3, 9, 5, 1, 7].into_iter().enumerate() {
+            states[block].released = released;
+            list.insert_by_release(&mut states, block as u32);
+        }
+        assert_eq!(order(&list, &states), [4, 1, 0, 3, 5, 2]);
     }
 }

@@ -1,77 +1,42 @@
-//! Sequences over one pool of blocks: the only place that decides who holds which block.
+//! Sequences over pools of blocks: the only place that decides who holds which block.
 //!
 //! ```text
-//! add(tokens):    take references to the longest published prefix of whole blocks, at most all but the last token
-//! plan(seq, n):   count what all sequences need (new blocks, copies of shared last blocks); too much: an error, nothing changed
-//!                 last block partly filled and held by others too: a copy;  held alone but published: unpublished
-//! commit(batch):  planned tokens count as computed; blocks that became full are published below their parents
-//! fork(seq):      a reference to every block
+//! add(tokens):    take references to the longest published prefix, at most all but the last token     (admit.rs)
+//! plan(seq, n):   count what all sequences need; too much: an error, nothing changed                  (plan.rs)
+//! commit(batch):  planned tokens count as computed and are published                                  (publish.rs)
+//! fork, reorder:  a reference to every block                                                          (beams.rs)
+//! truncate(seq):  references to what is wholly behind dropped
 //! free(seq):      references dropped from the last block to the first
 //! ```
 //!
 //! Two sequences that compute the same block at the same time both keep their own; the first to commit publishes it, the
-//! second hangs its later blocks below the first's. Should the first's be evicted, the second publishes its own when its
-//! next block is full.
+//! second hangs its later blocks below the first's. Should the first's be forgotten, the second publishes its own with
+//! its next commit, or when it ends.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use super::admit::Trail;
 use super::batch::{Batch, BatchSeq};
-use super::block::{BlockCopy, BlockId};
+use super::block::BlockId;
+use super::blocks::Blocks;
+use super::config::ManagerConfig;
+use super::events::{EventLog, Events};
+use super::group::{Group, release};
+use super::holds::HoldTable;
+use super::key::OwnedKey;
+use super::pins::PinTable;
+use super::plan::Notes;
 use super::pool::BlockPool;
-use super::prefix::{Domain, HashFn, Link, PrefixIndex, hash_block};
+use super::prefix::{Link, PrefixIndex};
+use super::retention::{ClassId, Classes, nanos};
 use super::sequence::{SeqId, Sequence, SequenceTable};
 use crate::{Error, Result};
 
 /// Serial numbers of managers, so that a handle shows whose it is. Nothing else is shared between them.
 static NEXT_MANAGER: AtomicU64 = AtomicU64::new(1);
-
-/// How a manager is made.
-#[derive(Debug, Clone, Copy)]
-pub struct ManagerConfig {
-    /// Blocks of the pool, 1..2^32 - 1.
-    pub num_blocks: usize,
-    /// Tokens of a block, at least 1.
-    pub block_size: usize,
-    /// Whether prefixes are found and published at all.
-    pub enable_prefix_caching: bool,
-    /// Hash of a block.
-    pub hash: HashFn,
-}
-
-impl ManagerConfig {
-    /// With prefix caching and the usual hash.
-    pub fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self { num_blocks, block_size, enable_prefix_caching: true, hash: hash_block }
-    }
-}
-
-/// Counts of a manager.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct PagingStats {
-    /// Blocks of the pool.
-    pub total: usize,
-    /// Blocks that nobody holds and nobody can find: `free + cached + used = total`.
-    pub free: usize,
-    /// Blocks that nobody holds but that can still be found by their prefix.
-    pub cached: usize,
-    /// Blocks that sequences hold.
-    pub used: usize,
-    /// Sequences that were not freed.
-    pub num_sequences: usize,
-    /// Slots of used blocks that hold a committed token; a shared block counts once.
-    pub tokens: usize,
-    /// Tokens that `add` found in the cache, since the start.
-    pub hit_tokens: u64,
-    /// Tokens that `add` looked for, since the start.
-    pub query_tokens: u64,
-    /// Blocks that stopped being findable because their space, or that of a block before them, was needed.
-    pub evictions: u64,
-    /// Blocks copied before a write.
-    pub copies: u64,
-}
 
 /// Owner of all blocks and sequences of one cache. See the module's pseudocode.
 #[derive(Debug)]
@@ -79,179 +44,75 @@ pub struct BlockManager {
     pub(super) id: u64,
     pub(super) config: ManagerConfig,
     pub(super) blocks: Blocks,
+    pub(super) cross: Option<BlockPool>,
     pub(super) sequences: SequenceTable,
-    no_salt: Arc<Domain>,
+    pub(super) pins: PinTable,
+    pub(super) holds: HoldTable,
+    pub(super) no_key: Arc<OwnedKey>,
+    /// Retention of what asks for nothing else.
+    pub(super) class: ClassId,
     /// Calls of `plan` so far: the serial number of the next batch.
-    plans: u64,
+    pub(super) plans: u64,
     /// Resets of the prefix cache so far.
-    era: u64,
-    hit_tokens: u64,
-    query_tokens: u64,
-    copies: u64,
-    /// Shared last blocks of the plan that is being counted; kept to allocate once.
-    shared: Vec<BlockId>,
-}
-
-/// The pool and the index that publishes its blocks: always changed together.
-#[derive(Debug)]
-pub(super) struct Blocks {
-    pub pool: BlockPool,
-    pub index: PrefixIndex,
-    evictions: u64,
+    pub(super) era: u64,
+    now: u64,
+    pub(super) hit_tokens: u64,
+    pub(super) query_tokens: u64,
+    pub(super) trail: Trail,
+    pub(super) notes: Notes,
 }
 
 impl BlockManager {
-    /// An empty manager. O(num_blocks). Errors: `InvalidArgument` for sizes out of range, `OutOfMemory` when the tables
-    /// (24 to 28 bytes a block) cannot be had.
+    /// An empty manager. O(blocks). Errors: `InvalidArgument` for values out of range, `OutOfMemory` when the tables
+    /// (60 to 64 bytes a block) cannot be had.
     pub fn new(config: ManagerConfig) -> Result<Self> {
-        let ManagerConfig { num_blocks, block_size, hash, .. } = config;
-        if block_size == 0 || u32::try_from(block_size).is_err() || num_blocks.checked_mul(block_size).is_none() {
-            return Err(Error::InvalidArgument(format!(
-                "block_size must be 1 or more and addressable, got {block_size}"
-            )));
-        }
-        let pool = BlockPool::new(num_blocks)?;
-        let index = PrefixIndex::new(num_blocks, block_size, hash)?;
+        config.validate()?;
+        let mut classes = Classes::new();
+        let class = classes.acquire(config.retention)?;
+        let groups =
+            config.groups.iter().map(|&group| Group::new(group, config.spill_slots)).collect::<Result<Vec<_>>>()?;
+        let buckets = config.groups.iter().map(|group| group.num_blocks).max().unwrap_or(1) + config.spill_slots;
+        let index = PrefixIndex::new(buckets, config.block_size, groups.len(), config.hash, config.key.clone())?;
+        let cross = if config.cross_blocks > 0 { Some(BlockPool::new(config.cross_blocks)?) } else { None };
         let id = NEXT_MANAGER.fetch_add(1, Ordering::Relaxed);
         Ok(Self {
             id,
+            blocks: Blocks { groups, index, classes, events: EventLog::new(config.max_events) },
             config,
-            blocks: Blocks { pool, index, evictions: 0 },
+            cross,
             sequences: SequenceTable::new(id),
-            no_salt: Arc::new(Domain::new(None)),
+            pins: PinTable::new(id),
+            holds: HoldTable::default(),
+            no_key: Arc::new(OwnedKey::default()),
+            class,
             plans: 0,
             era: 0,
+            now: 0,
             hit_tokens: 0,
             query_tokens: 0,
-            copies: 0,
-            shared: Vec::new(),
+            trail: Trail::default(),
+            notes: Notes::default(),
         })
     }
 
-    /// Registers a sequence and takes references to the blocks of its longest cached prefix: whole blocks, at most all
-    /// but the last token, and only under the same salt (no salt differs from an empty one). With `use_prefix` false it
-    /// neither reads nor publishes. Errors: `InvalidArgument` without tokens.
-    pub fn add(&mut self, token_ids: &[u32], salt: Option<&[u8]>, use_prefix: bool) -> Result<SeqId> {
-        if token_ids.is_empty() {
-            return Err(Error::InvalidArgument("a sequence needs at least one token, got none".into()));
+    /// Time since any fixed point, by the caller's clock; an earlier one than before is ignored. Forgets what expired.
+    pub fn set_now(&mut self, now: Duration) {
+        let now = nanos(now);
+        if now > self.now {
+            self.now = now;
+            for group in &mut self.blocks.groups {
+                group.pool.set_now(now);
+                if let Some(tier) = &mut group.tier {
+                    tier.set_now(now);
+                }
+            }
+            self.blocks.sweep();
         }
-        let use_prefix = use_prefix && self.config.enable_prefix_caching;
-        let domain = self.domain(salt);
-        let mut table = Vec::with_capacity(token_ids.len().div_ceil(self.config.block_size));
-        let mut link = Link::NONE;
-        if use_prefix {
-            link = self.blocks.index.longest_prefix(&domain, token_ids, |block| table.push(block));
-            self.blocks.retain_all(&table)?;
-        }
-        let mut sequence = Sequence::new(token_ids.to_vec(), table, domain, use_prefix, self.era);
-        sequence.chained = sequence.blocks.len();
-        sequence.link = link;
-        sequence.computed = sequence.chained * self.config.block_size;
-        sequence.cached = sequence.computed;
-        if use_prefix {
-            self.query_tokens += token_ids.len() as u64;
-            self.hit_tokens += sequence.cached as u64;
-        }
-        Ok(self.sequences.insert(sequence))
-    }
-
-    /// Blocks that `add` would find for this prompt now; nothing is taken or renewed.
-    pub fn find_prefix(&self, token_ids: &[u32], salt: Option<&[u8]>) -> Vec<BlockId> {
-        let mut found = Vec::new();
-        if self.config.enable_prefix_caching {
-            self.blocks.index.longest_prefix(&self.domain(salt), token_ids, |block| found.push(block));
-        }
-        found
     }
 
     /// Adds token ids that have no K and V yet. Batches stay valid. Errors: `InvalidHandle`.
     pub fn append(&mut self, seq: SeqId, token_ids: &[u32]) -> Result<()> {
         self.sequences.get_mut(seq)?.tokens.extend_from_slice(token_ids);
-        Ok(())
-    }
-
-    /// Gets slots for the next `n` tokens of each sequence that have no K and V yet, all or nothing. Appends to `copies`
-    /// the block copies that sharing demands; the caller carries them out before it writes anything. Earlier batches of
-    /// these sequences become stale, and what they planned but did not commit is forgotten.
-    ///
-    /// Errors, with nothing changed: `InvalidArgument` without items, for `n` of 0 or more than the tokens known, or a
-    /// sequence named twice; `InvalidHandle`; `OutOfBlocks`.
-    pub fn plan(&mut self, items: &[(SeqId, usize)], copies: &mut Vec<BlockCopy>) -> Result<Batch> {
-        self.plans += 1;
-        self.count(items)?;
-        let Self { config, blocks, sequences, .. } = self;
-        let block_size = config.block_size;
-        // Blocks of forgotten plans first: they were counted as available.
-        for &(seq, n) in items {
-            let sequence = sequences.get_mut(seq)?;
-            let want = (sequence.computed + n).div_ceil(block_size);
-            blocks.release_from(&mut sequence.blocks, want)?;
-        }
-        let mut rows = Vec::with_capacity(items.len());
-        for &(seq, n) in items {
-            let sequence = sequences.get_mut(seq)?;
-            let (start, filled) = (sequence.computed, sequence.computed % block_size);
-            if filled != 0 {
-                let last = &mut sequence.blocks[start / block_size];
-                if let Some(copy) = blocks.make_writable(last)? {
-                    copies.push(copy);
-                    self.copies += 1;
-                }
-                blocks.pool.set_filled(*last, filled);
-            }
-            while sequence.blocks.len() < (start + n).div_ceil(block_size) {
-                sequence.blocks.push(blocks.take()?);
-            }
-            if start == 0 {
-                sequence.era = self.era;
-            }
-            sequence.planned = n;
-            sequence.batch = self.plans;
-            sequence.committed = false;
-            rows.push(BatchSeq { seq, start, len: n, blocks: sequence.blocks.clone() });
-        }
-        Ok(Batch { rows, manager: self.id, serial: self.plans })
-    }
-
-    /// First half of `plan`: is everything in order, and are there enough blocks?
-    fn count(&mut self, items: &[(SeqId, usize)]) -> Result<()> {
-        if items.is_empty() {
-            return Err(Error::InvalidArgument("a plan needs at least one sequence, got none".into()));
-        }
-        let block_size = self.config.block_size;
-        let pool = &self.blocks.pool;
-        let (mut needed, mut available) = (0, pool.num_free());
-        self.shared.clear();
-        for (row, &(seq, n)) in items.iter().enumerate() {
-            let sequence = self.sequences.get_mut(seq)?;
-            if std::mem::replace(&mut sequence.seen, self.plans) == self.plans {
-                return Err(Error::InvalidArgument(format!("item {row} of the plan names a sequence a second time")));
-            }
-            let open = sequence.tokens.len() - sequence.computed;
-            if n == 0 || n > open {
-                return Err(Error::InvalidArgument(match open {
-                    0 => format!("item {row} plans {n} tokens, but every token of the sequence has K and V already"),
-                    _ => format!("item {row} plans {n} tokens: expected 1 to {open}, those without K and V"),
-                }));
-            }
-            let (have, want) = (sequence.blocks.len(), (sequence.computed + n).div_ceil(block_size));
-            needed += want.saturating_sub(have);
-            available += have.saturating_sub(want);
-            if sequence.computed % block_size != 0 {
-                let last = sequence.blocks[sequence.computed / block_size];
-                if pool.ref_count(last) > 1 {
-                    self.shared.push(last);
-                }
-            }
-        }
-        // Of a block's holders all but one copy it: if all of them are in this plan, the last writes in place.
-        self.shared.sort_unstable();
-        for group in self.shared.chunk_by(|a, b| a == b) {
-            needed += group.len().min(pool.ref_count(group[0]) - 1);
-        }
-        if needed > available {
-            return Err(Error::OutOfBlocks { needed, available, total: pool.num_blocks() });
-        }
         Ok(())
     }
 
@@ -281,9 +142,9 @@ impl BlockManager {
         batch.manager == self.id && batch.rows.iter().any(committed)
     }
 
-    /// Counts the planned tokens as computed and publishes the blocks that became full. The caller has written K and V
-    /// of every layer. Errors, with nothing changed: those of `validate`, `InvalidState` for a batch committed before,
-    /// `InvalidArgument` for one whose rows are not those of the plan.
+    /// Counts the planned tokens as computed and publishes them. The caller has written K and V of every layer. Errors,
+    /// with nothing changed: those of `validate`, `InvalidState` for a batch committed before, `InvalidArgument` for one
+    /// whose rows are not those of the plan.
     pub fn commit(&mut self, batch: &Batch) -> Result<()> {
         self.validate(batch)?;
         if self.is_committed(batch) {
@@ -299,8 +160,10 @@ impl BlockManager {
         for row in &batch.rows {
             let sequence = self.sequences.get_mut(row.seq)?;
             let end = sequence.computed + sequence.planned;
-            for index in sequence.computed / block_size..sequence.blocks.len() {
-                self.blocks.pool.set_filled(sequence.blocks[index], block_size.min(end - index * block_size));
+            for (group, table) in self.blocks.groups.iter_mut().zip(&sequence.tables) {
+                for index in (sequence.computed / block_size).max(table.returned)..table.blocks.len() {
+                    group.pool.set_filled(table.blocks[index], block_size.min(end - index * block_size));
+                }
             }
             sequence.computed = end;
             sequence.planned = 0;
@@ -312,71 +175,113 @@ impl BlockManager {
         Ok(())
     }
 
-    /// A second sequence with the same tokens that shares every computed block by reference. What the first has planned
-    /// but not committed is forgotten. Errors: `InvalidHandle`.
-    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
-        let sequence = self.sequences.get_mut(seq)?;
-        let child = {
-            let computed_blocks = sequence.computed.div_ceil(self.config.block_size);
-            self.blocks.retain_all(&sequence.blocks[..computed_blocks])?;
-            self.blocks.release_from(&mut sequence.blocks, computed_blocks)?;
-            sequence.planned = 0;
-            sequence.batch = 0;
-            sequence.clone()
-        };
-        Ok(self.sequences.insert(child))
-    }
-
     /// Keeps the first `num_tokens` tokens and releases the blocks wholly beyond them. What is planned but not committed
-    /// is forgotten. Errors: `InvalidHandle`; `InvalidArgument` unless `num_tokens` is 1 to the tokens known.
+    /// is forgotten. Errors, with nothing changed: `InvalidHandle`; `InvalidArgument` unless `num_tokens` is 1 to the
+    /// tokens known, and for so few that a window's tokens would be needed that were returned.
     pub fn truncate(&mut self, seq: SeqId, num_tokens: usize) -> Result<()> {
         let block_size = self.config.block_size;
-        let Blocks { pool, index, .. } = &mut self.blocks;
+        let Blocks { groups, index, .. } = &mut self.blocks;
         let sequence = self.sequences.get_mut(seq)?;
         let known = sequence.tokens.len();
         if num_tokens == 0 || num_tokens > known {
             return Err(Error::InvalidArgument(format!("num_tokens: expected 1 to {known}, got {num_tokens}")));
         }
+        let computed = sequence.computed.min(num_tokens);
+        let least = groups.iter().zip(&sequence.tables).map(|(group, table)| match table.returned * block_size {
+            0 => 0,
+            first => first + group.window.unwrap_or(1) - 1,
+        });
+        let least = least.max().unwrap_or(0);
+        if computed < least {
+            return Err(Error::InvalidArgument(format!(
+                "num_tokens: expected {least} or more, because what a window of the layers needs before that was \
+                 returned (max_rollback is {}), got {num_tokens}",
+                self.config.max_rollback
+            )));
+        }
+        let blocks_before = sequence.computed.div_ceil(block_size);
+        let blocks_after = computed.div_ceil(block_size);
+        // A borrowed block is the last of the table, and nothing is planned then.
+        let ends_borrow = sequence.borrowed && blocks_after < blocks_before;
+        for (group, table) in groups.iter_mut().zip(&mut sequence.tables) {
+            if ends_borrow {
+                group.pool.unlend(table.blocks[blocks_before - 1]);
+            }
+            let from = blocks_after.max(table.returned).min(table.blocks.len());
+            group.pool.release_all(&table.blocks[from..])?;
+            table.blocks.truncate(blocks_after);
+            table.returned = table.returned.min(blocks_after);
+            let filled = computed % block_size;
+            if filled != 0 && (ends_borrow || !sequence.borrowed) {
+                // The last block is cut. Only `plan` makes it writable; but nobody reads what its only holder gave up.
+                let last = table.blocks[blocks_after - 1];
+                if group.pool.ref_count(last) == 1 && group.pool.node(last).is_none() {
+                    group.pool.set_filled(last, filled);
+                }
+            }
+        }
         sequence.tokens.truncate(num_tokens);
-        sequence.computed = sequence.computed.min(num_tokens);
-        sequence.planned = 0;
-        sequence.batch = 0;
-        let chained = sequence.chained.min(sequence.computed / block_size);
+        sequence.computed = computed;
+        sequence.borrowed &= !ends_borrow && computed % block_size != 0;
+        sequence.forget_plan();
+        for mark in &mut sequence.marks {
+            mark.num_tokens = mark.num_tokens.min(num_tokens);
+        }
+        let chained = sequence.chained.min(computed / block_size);
         sequence.link = match chained {
             0 => Link::NONE,
             _ => index.ancestor(sequence.link, sequence.chained - chained),
         };
         sequence.chained = chained;
-        let filled = sequence.computed % block_size;
-        if filled != 0 {
-            // The last block is cut. Only `plan` makes it writable; but nobody reads what its only holder gave up.
-            let last = sequence.blocks[sequence.computed / block_size];
-            if pool.ref_count(last) == 1 && pool.node(last).is_none() {
-                pool.set_filled(last, filled);
-            }
-        }
-        self.blocks.release_from(&mut sequence.blocks, sequence.computed.div_ceil(block_size))
+        Ok(())
     }
 
     /// Ends a sequence. Its blocks are released from the last to the first, so that of its published blocks the leaves
     /// are evicted before their parents. Errors: `InvalidHandle`, also the second time.
     pub fn free(&mut self, seq: SeqId) -> Result<()> {
-        let sequence = self.sequences.remove(seq)?;
-        self.blocks.pool.release_all(&sequence.blocks)
-    }
-
-    /// Forgets every cached prefix. Sequences keep their blocks, but what they computed before, and what they compute
-    /// after it, is not published any more.
-    pub fn reset_prefix_cache(&mut self) -> Result<()> {
-        let Blocks { pool, index, .. } = &mut self.blocks;
-        self.era += 1;
-        index.clear(|block| pool.set_node(block, None));
+        let mut sequence = self.sequences.remove(seq)?;
+        let may_publish = sequence.use_prefix && sequence.era == self.era && !sequence.borrowed;
+        if may_publish && sequence.chained > 0 && !self.blocks.index.is_alive(sequence.link) {
+            // What it hung its blocks below was forgotten meanwhile.
+            self.blocks.publish(&mut sequence, self.config.block_size);
+        }
+        for (group, table) in self.blocks.groups.iter_mut().zip(&sequence.tables) {
+            if let (true, Some(&last)) = (sequence.borrowed, table.blocks.last()) {
+                group.pool.unlend(last);
+            }
+            group.pool.release_all(table.held())?;
+        }
+        if let Some(cross) = &mut self.cross {
+            cross.release_all(&sequence.cross)?;
+        }
+        if sequence.hangs {
+            // These are as recently used as the blocks below them.
+            self.blocks.touch_path(sequence.link);
+        }
+        self.blocks.classes.drop(sequence.class);
+        sequence.marks.iter().for_each(|mark| self.blocks.classes.drop(mark.class));
         Ok(())
     }
 
-    /// The blocks of a sequence, those of an uncommitted plan included. Errors: `InvalidHandle`.
-    pub fn block_table(&self, seq: SeqId) -> Result<&[BlockId]> {
-        Ok(&self.sequences.get(seq)?.blocks)
+    /// Forgets every cached prefix that is not pinned. Sequences keep their blocks, but what they computed before, and
+    /// what they compute after it, is not published any more.
+    pub fn reset_prefix_cache(&mut self) -> Result<()> {
+        self.era += 1;
+        self.blocks.reset();
+        Ok(())
+    }
+
+    /// What happened to blocks since the last call.
+    pub fn take_events(&mut self) -> Events {
+        self.blocks.events.take()
+    }
+
+    /// The blocks of a sequence in one group, those of an uncommitted plan included: [`BlockId::NONE`] where a window's
+    /// block was returned. Errors: `InvalidHandle`, `InvalidArgument` for a group that is not there.
+    pub fn block_table(&self, seq: SeqId, group: usize) -> Result<&[BlockId]> {
+        let tables = &self.sequences.get(seq)?.tables;
+        let table = tables.get(group).ok_or_else(|| self.no_group(group))?;
+        Ok(&table.blocks)
     }
 
     /// The token ids of a sequence, those without K and V included. Errors: `InvalidHandle`.
@@ -399,14 +304,9 @@ impl BlockManager {
         Ok(self.sequences.get(seq)?.cached)
     }
 
-    /// Blocks that a plan can get: free ones, and cached ones that nobody holds.
-    pub fn num_free_blocks(&self) -> usize {
-        self.blocks.pool.num_free()
-    }
-
-    /// Blocks of the pool.
-    pub fn num_blocks(&self) -> usize {
-        self.config.num_blocks
+    /// Every sequence that was not freed.
+    pub fn seq_ids(&self) -> Vec<SeqId> {
+        self.sequences.ids().collect()
     }
 
     /// Tokens of a block.
@@ -414,108 +314,26 @@ impl BlockManager {
         self.config.block_size
     }
 
-    /// All counts. O(1).
-    pub fn stats(&self) -> PagingStats {
-        let pool = &self.blocks.pool;
-        PagingStats {
-            total: pool.num_blocks(),
-            free: pool.num_free() - pool.num_evictable(),
-            cached: pool.num_evictable(),
-            used: pool.num_blocks() - pool.num_free(),
-            num_sequences: self.sequences.len(),
-            tokens: pool.stored_tokens(),
-            hit_tokens: self.hit_tokens,
-            query_tokens: self.query_tokens,
-            evictions: self.blocks.evictions,
-            copies: self.copies,
-        }
+    /// Groups of the cache.
+    pub fn num_groups(&self) -> usize {
+        self.config.groups.len()
     }
 
-    fn domain(&self, salt: Option<&[u8]>) -> Arc<Domain> {
-        match salt {
-            None => Arc::clone(&self.no_salt),
-            salt => Arc::new(Domain::new(salt)),
-        }
+    pub(super) fn no_group(&self, group: usize) -> Error {
+        Error::InvalidArgument(format!("group: expected 0 to {}, got {group}", self.num_groups() - 1))
     }
 }
 
 impl Blocks {
-    /// A block with one reference and no content; evicts the prefix that was not used for the longest time if it must.
-    fn take(&mut self) -> Result<BlockId> {
-        if let Some(victim) = self.pool.next_victim() {
-            self.evictions += self.unpublish(victim);
-        }
-        self.pool.allocate().ok_or_else(|| Error::InvalidState("a plan was granted more blocks than are free".into()))
-    }
-
-    /// Makes a block and all that follow it unfindable; how many these were.
-    fn unpublish(&mut self, block: BlockId) -> u64 {
-        let Self { pool, index, .. } = self;
-        let mut count = 0;
-        if let Some(node) = pool.node(block) {
-            index.remove(node, |block| {
-                pool.set_node(block, None);
-                count += 1;
-            });
-        }
-        count
-    }
-
-    /// Before a write to a partly filled block: nobody else may hold it, nor the index publish it.
-    fn make_writable(&mut self, block: &mut BlockId) -> Result<Option<BlockCopy>> {
-        if self.pool.ref_count(*block) == 1 {
-            // The only holder was truncated into a full block. Unpublishing it, instead of copying, keeps the promise
-            // that a lone sequence never needs more than ceil(tokens / block_size) blocks.
-            self.unpublish(*block);
-            return Ok(None);
-        }
-        let dst = self.take()?;
-        let src = std::mem::replace(block, dst);
-        self.pool.release(src)?; // Others hold it, so it cannot be taken again before the copy is done.
-        Ok(Some(BlockCopy { src, dst }))
-    }
-
-    /// A reference to each, or an error and no reference to any.
-    fn retain_all(&mut self, blocks: &[BlockId]) -> Result<()> {
-        for (done, &block) in blocks.iter().enumerate() {
-            if let Err(error) = self.pool.retain(block) {
-                self.pool.release_all(&blocks[..done])?;
-                return Err(error);
+    /// Blocks of a forgotten plan go back.
+    pub fn release_plan(&mut self, sequence: &mut Sequence, block_size: usize) -> Result<()> {
+        let computed_blocks = sequence.computed.div_ceil(block_size);
+        for (group, table) in self.groups.iter_mut().zip(&mut sequence.tables) {
+            for block in table.blocks.drain(computed_blocks..).rev() {
+                release(&mut group.pool, block, false)?;
             }
         }
+        sequence.forget_plan();
         Ok(())
-    }
-
-    /// Shortens a block table to `len`.
-    fn release_from(&mut self, table: &mut Vec<BlockId>, len: usize) -> Result<()> {
-        if len < table.len() {
-            self.pool.release_all(&table[len..])?;
-            table.truncate(len);
-        }
-        Ok(())
-    }
-
-    /// Publishes the full blocks of a sequence that are new since the last time. A block whose tokens are published
-    /// already stays private, and the chain goes on below the other's node. If the chain so far was evicted meanwhile, it
-    /// starts again at the root.
-    fn publish(&mut self, sequence: &mut Sequence, block_size: usize) {
-        let full = sequence.computed / block_size;
-        if sequence.chained == full {
-            return;
-        }
-        let (mut from, mut at) = (sequence.chained, sequence.link);
-        if from == 0 || !self.index.is_alive(at) {
-            (from, at) = (0, self.index.root_or_insert(&sequence.domain));
-        }
-        let blocks = sequence.tokens.chunks_exact(block_size).zip(&sequence.blocks);
-        for (tokens, &block) in blocks.take(full).skip(from) {
-            at = self.index.find(at, tokens).unwrap_or_else(|| {
-                debug_assert!(self.pool.node(block).is_none());
-                let link = self.index.insert(at, tokens, block);
-                self.pool.set_node(block, Some(link.slot));
-                link
-            });
-        }
-        (sequence.chained, sequence.link) = (full, at);
     }
 }

@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use super::block::BlockId;
-use super::prefix::{Domain, Link};
+use super::key::OwnedKey;
+use super::prefix::Link;
+use super::retention::ClassId;
 use crate::{Error, Result};
 
 /// Handle of a sequence. Never given twice, so one that was freed or belongs to another cache is an error everywhere.
@@ -15,13 +17,47 @@ pub struct SeqId {
     index: u32,
 }
 
+impl SeqId {
+    /// A number that no other sequence of its cache has or had.
+    pub const fn serial(self) -> u64 {
+        self.serial
+    }
+}
+
+/// The blocks of a sequence in one group.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Table {
+    /// Covers `computed + planned` tokens.
+    pub blocks: Vec<BlockId>,
+    /// Leading entries that are [`BlockId::NONE`], because no token to come can see them.
+    pub returned: usize,
+}
+
+impl Table {
+    /// The blocks that are held.
+    pub fn held(&self) -> &[BlockId] {
+        &self.blocks[self.returned..]
+    }
+}
+
+/// A prefix that shall stay longer than the rest.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mark {
+    pub num_tokens: usize,
+    pub class: ClassId,
+}
+
 /// One sequence.
 #[derive(Debug, Clone)]
 pub(super) struct Sequence {
     serial: u64,
     pub tokens: Vec<u32>,
-    /// Covers `computed + planned` tokens.
-    pub blocks: Vec<BlockId>,
+    /// One per group.
+    pub tables: Vec<Table>,
+    /// Whether the last block of every table is only borrowed: `add` found tokens in its leading slots.
+    pub borrowed: bool,
+    pub cross: Vec<BlockId>,
+    pub cross_tokens: usize,
     /// Leading tokens whose K and V are committed.
     pub computed: usize,
     /// Tokens of the newest plan that is not committed.
@@ -34,21 +70,29 @@ pub(super) struct Sequence {
     pub committed: bool,
     /// The last call of `plan` that saw this sequence, to find it twice in one call.
     pub seen: u64,
-    pub domain: Arc<Domain>,
+    pub domain: Arc<OwnedKey>,
     pub use_prefix: bool,
     /// Resets of the prefix cache before the first token was computed: what is older is not published any more.
     pub era: u64,
     /// Leading blocks that were published, or found to be published by others already, and the node of the last.
     pub chained: usize,
     pub link: Link,
+    /// Whether some of these are others'.
+    pub hangs: bool,
+    /// Retention of what it publishes, and of some of its prefixes.
+    pub class: ClassId,
+    pub marks: Vec<Mark>,
 }
 
 impl Sequence {
-    pub fn new(tokens: Vec<u32>, blocks: Vec<BlockId>, domain: Arc<Domain>, use_prefix: bool, era: u64) -> Self {
+    pub fn new(tokens: Vec<u32>, tables: Vec<Table>, domain: Arc<OwnedKey>, class: ClassId) -> Self {
         Self {
             serial: 0,
             tokens,
-            blocks,
+            tables,
+            borrowed: false,
+            cross: Vec::new(),
+            cross_tokens: 0,
             computed: 0,
             planned: 0,
             cached: 0,
@@ -56,11 +100,19 @@ impl Sequence {
             committed: false,
             seen: 0,
             domain,
-            use_prefix,
-            era,
+            use_prefix: false,
+            era: 0,
             chained: 0,
             link: Link::NONE,
+            hangs: false,
+            class,
+            marks: Vec::new(),
         }
+    }
+
+    /// Forgets what is planned but not committed (its blocks are the caller's business).
+    pub fn forget_plan(&mut self) {
+        (self.planned, self.batch) = (0, 0);
     }
 }
 
@@ -112,6 +164,14 @@ impl SequenceTable {
 
     pub fn iter(&self) -> impl Iterator<Item = &Sequence> {
         self.entries.iter().flatten()
+    }
+
+    pub fn ids(&self) -> impl Iterator<Item = SeqId> {
+        let id = |(index, entry): (usize, &Option<Sequence>)| {
+            let serial = entry.as_ref()?.serial;
+            Some(SeqId { manager: self.manager, serial, index: index as u32 })
+        };
+        self.entries.iter().enumerate().filter_map(id)
     }
 
     fn own(&self, id: SeqId) -> Result<()> {

@@ -1,4 +1,4 @@
-//! AVX2 with FMA and F16C: 16 lanes in two registers; bf16 and fp8 pairs are widened to f32.
+//! AVX2 with FMA and F16C: 16 lanes in two registers; bf16, fp8 and int8 pairs are widened to f32.
 
 use std::arch::x86_64::*;
 
@@ -33,7 +33,7 @@ macro_rules! both {
 /// # Safety
 /// The CPU must have AVX2.
 #[inline(always)]
-unsafe fn widen_fp8(codes: __m256i) -> __m256 {
+unsafe fn widen_e4m3(codes: __m256i) -> __m256 {
     // SAFETY: the caller's promise.
     unsafe {
         let magnitude = _mm256_and_si256(codes, _mm256_set1_epi32(0x7f));
@@ -174,6 +174,30 @@ impl Simd for Avx2 {
             _mm256_storeu_si256(out.as_mut_ptr().cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
         }
     }
+    #[inline(always)]
+    fn store_bf16_pairs(self, a: Lanes, b: Lanes, out: &mut [u16; 2 * LANES]) {
+        // SAFETY: `self` proves the feature; 64 bytes are writable behind `out`, at any alignment.
+        unsafe {
+            // The lower halves of rounded values are zero.
+            let pairs = |a, b| _mm256_or_si256(_mm256_srli_epi32::<16>(_mm256_castps_si256(a)), _mm256_castps_si256(b));
+            let p: *mut __m256i = out.as_mut_ptr().cast();
+            _mm256_storeu_si256(p, pairs(a.0, b.0));
+            _mm256_storeu_si256(p.add(1), pairs(a.1, b.1));
+        }
+    }
+    #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES]) -> (Lanes, Lanes) {
+        // SAFETY: `self` proves the feature; 16 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            let bytes = _mm_loadu_si128(x.as_ptr().cast());
+            let nibble = _mm_set1_epi8(0x0f);
+            let wide = |v| {
+                let part = |v| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v));
+                (part(v), part(_mm_srli_si128::<8>(v)))
+            };
+            (wide(_mm_and_si128(bytes, nibble)), wide(_mm_and_si128(_mm_srli_epi16::<4>(bytes), nibble)))
+        }
+    }
 
     #[inline(always)]
     fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
@@ -187,18 +211,45 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+    fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair {
         // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
         unsafe {
             let p: *const __m128i = x.as_ptr().cast();
             let (a, b) = (_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(1))));
-            let second = |v| widen_fp8(_mm256_srli_epi32::<8>(v));
-            ((widen_fp8(a), widen_fp8(b)), (second(a), second(b)))
+            let second = |v| widen_e4m3(_mm256_srli_epi32::<8>(v));
+            ((widen_e4m3(a), widen_e4m3(b)), (second(a), second(b)))
+        }
+    }
+    #[inline(always)]
+    fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the features; 32 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            // e5m2 is the upper byte of a half.
+            let p: *const __m128i = x.as_ptr().cast();
+            let (a, b) = (_mm_loadu_si128(p), _mm_loadu_si128(p.add(1)));
+            let first = |v| _mm256_cvtph_ps(_mm_slli_epi16::<8>(v));
+            let second = |v| _mm256_cvtph_ps(_mm_and_si128(v, _mm_set1_epi16(0xff00_u16 as i16)));
+            ((first(a), first(b)), (second(a), second(b)))
+        }
+    }
+    #[inline(always)]
+    fn pair_int8(self, x: &[i8; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            let p: *const __m128i = x.as_ptr().cast();
+            let (a, b) = (_mm256_cvtepi16_epi32(_mm_loadu_si128(p)), _mm256_cvtepi16_epi32(_mm_loadu_si128(p.add(1))));
+            let first = |v| _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(_mm256_slli_epi32::<24>(v)));
+            let second = |v| _mm256_cvtepi32_ps(_mm256_srai_epi32::<8>(v));
+            ((first(a), first(b)), (second(a), second(b)))
         }
     }
     #[inline(always)]
     fn pair_first(self, x: Self::Pair) -> Self::Pair {
         (x.0, self.splat(0.0))
+    }
+    #[inline(always)]
+    fn pair_second(self, x: Self::Pair) -> Self::Pair {
+        (self.splat(0.0), x.1)
     }
     #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {

@@ -1,4 +1,4 @@
-//! AVX-512 without bf16 instructions (F, BW, DQ, VL): bf16 and fp8 pairs are widened to f32.
+//! AVX-512 without bf16 instructions (F, BW, DQ, VL): bf16, fp8 and int8 pairs are widened to f32.
 
 use std::arch::x86_64::*;
 
@@ -114,16 +114,48 @@ macro_rules! f32_in_one_register {
                 _mm256_storeu_si256(out.as_mut_ptr().cast(), halves);
             }
         }
+        #[inline(always)]
+        fn store_bf16_pairs(self, a: __m512, b: __m512, out: &mut [u16; 2 * LANES]) {
+            // SAFETY: `self` proves the feature; 64 bytes are writable behind `out`, at any alignment.
+            unsafe {
+                // The lower halves of rounded values are zero.
+                let pairs = _mm512_or_si512(_mm512_srli_epi32::<16>(_mm512_castps_si512(a)), _mm512_castps_si512(b));
+                _mm512_storeu_si512(out.as_mut_ptr().cast(), pairs);
+            }
+        }
+        #[inline(always)]
+        fn load_nibbles(self, x: &[u8; LANES]) -> (__m512, __m512) {
+            // SAFETY: `self` proves the feature; 16 bytes are readable behind `x`, at any alignment.
+            unsafe {
+                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(x.as_ptr().cast()));
+                let low = _mm512_and_si512(bytes, _mm512_set1_epi32(0x0f));
+                (_mm512_cvtepi32_ps(low), _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(bytes)))
+            }
+        }
     };
 }
 pub(super) use f32_in_one_register;
+
+/// The first and the second of 16 pairs of 8-bit integers, as f32.
+///
+/// # Safety
+/// The CPU must have AVX-512 F.
+#[inline(always)]
+pub(super) unsafe fn widen_int8(pairs: &[i8; 2 * LANES]) -> (__m512, __m512) {
+    // SAFETY: the caller's promise; 32 bytes are readable behind `pairs`, at any alignment.
+    unsafe {
+        let pairs = _mm512_cvtepi16_epi32(_mm256_loadu_si256(pairs.as_ptr().cast()));
+        let first = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(pairs));
+        (_mm512_cvtepi32_ps(first), _mm512_cvtepi32_ps(_mm512_srai_epi32::<8>(pairs)))
+    }
+}
 
 /// e4m3 codes, one in each 32-bit lane, as f32.
 ///
 /// # Safety
 /// The CPU must have AVX-512 F.
 #[inline(always)]
-unsafe fn widen_fp8(codes: __m512i) -> __m512 {
+unsafe fn widen_e4m3(codes: __m512i) -> __m512 {
     // SAFETY: the caller's promise.
     unsafe {
         let magnitude = _mm512_and_si512(codes, _mm512_set1_epi32(0x7f));
@@ -167,16 +199,35 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+    fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair {
         // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
         unsafe {
             let pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
-            (widen_fp8(pairs), widen_fp8(_mm512_srli_epi32::<8>(pairs)))
+            (widen_e4m3(pairs), widen_e4m3(_mm512_srli_epi32::<8>(pairs)))
         }
+    }
+    #[inline(always)]
+    fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the features; 32 bytes are readable behind `x`, at any alignment.
+        unsafe {
+            // e5m2 is the upper byte of a half.
+            let pairs = _mm256_loadu_si256(x.as_ptr().cast());
+            let second = _mm256_and_si256(pairs, _mm256_set1_epi16(0xff00_u16 as i16));
+            (_mm512_cvtph_ps(_mm256_slli_epi16::<8>(pairs)), _mm512_cvtph_ps(second))
+        }
+    }
+    #[inline(always)]
+    fn pair_int8(self, x: &[i8; 2 * LANES]) -> Self::Pair {
+        // SAFETY: `self` proves the feature.
+        unsafe { widen_int8(x) }
     }
     #[inline(always)]
     fn pair_first(self, x: Self::Pair) -> Self::Pair {
         (x.0, self.splat(0.0))
+    }
+    #[inline(always)]
+    fn pair_second(self, x: Self::Pair) -> Self::Pair {
+        (self.splat(0.0), x.1)
     }
     #[inline(always)]
     fn dot_pair(self, acc: __m512, x: Self::Pair, q: u32) -> __m512 {

@@ -2,8 +2,9 @@
 
 use std::arch::x86_64::*;
 
-use super::avx512::{Avx512, f32_in_one_register};
+use super::avx512::{Avx512, f32_in_one_register, widen_int8};
 use super::vector::{LANES, Simd, Work};
+use crate::formats::fp8;
 
 /// Proof that the CPU has what [`Avx512`] asks for, and AVX-512 BF16 and VBMI.
 #[derive(Clone, Copy, Debug)]
@@ -17,14 +18,24 @@ impl Avx512Bf16 {
     }
 }
 
-/// bf16 bits of the 128 non-negative e4m3 codes: their low and high bytes.
-static FP8_TO_BF16: [[u8; 128]; 2] = {
+/// bf16 bits of the 128 non-negative codes of an 8-bit float: their low and high bytes.
+type Table = [[u8; 128]; 2];
+
+static E4M3: Table = {
     let mut table = [[0; 128]; 2];
     let mut code = 0;
     while code < 128 {
-        let bits = crate::storage::fp8::e4m3_to_bf16_bits(code as u8);
-        table[0][code] = bits as u8;
-        table[1][code] = (bits >> 8) as u8;
+        [table[0][code], table[1][code]] = fp8::e4m3_to_bf16_bits(code as u8).to_le_bytes();
+        code += 1;
+    }
+    table
+};
+
+static E5M2: Table = {
+    let mut table = [[0; 128]; 2];
+    let mut code = 0;
+    while code < 128 {
+        [table[0][code], table[1][code]] = fp8::e5m2_to_bf16_bits(code as u8).to_le_bytes();
         code += 1;
     }
     table
@@ -40,6 +51,27 @@ static TWICE: [u8; 64] = {
     }
     index
 };
+
+/// 32 codes of an 8-bit float as bf16.
+///
+/// # Safety
+/// The CPU must have AVX-512 F, BW and VBMI.
+#[inline(always)]
+unsafe fn look_up(table: &Table, codes: &[u8; 2 * LANES]) -> __m512i {
+    // The look-ups use the low seven bits of a code; its sign bit lands on the word's by itself, since the upper byte of
+    // each doubled code is the code.
+    // SAFETY: the caller's promise; 32 bytes are readable behind `codes` and 64 behind each table part.
+    unsafe {
+        let part = |half: usize, part: usize| _mm512_loadu_si512(table[half].as_ptr().add(64 * part).cast());
+        let codes = _mm512_castsi256_si512(_mm256_loadu_si256(codes.as_ptr().cast()));
+        let codes = _mm512_permutexvar_epi8(_mm512_loadu_si512(TWICE.as_ptr().cast()), codes);
+        let low = _mm512_permutex2var_epi8(part(0, 0), codes, part(0, 1));
+        let high = _mm512_permutex2var_epi8(part(1, 0), codes, part(1, 1));
+        let value = _mm512_mask_blend_epi8(0xaaaa_aaaa_aaaa_aaaa, low, high);
+        // value | (codes & sign)
+        _mm512_ternarylogic_epi32::<0xf8>(value, codes, _mm512_set1_epi16(i16::MIN))
+    }
+}
 
 impl Simd for Avx512Bf16 {
     const NAME: &'static str = "avx512bf16";
@@ -66,25 +98,33 @@ impl Simd for Avx512Bf16 {
         unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
     }
     #[inline(always)]
-    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> __m512i {
-        // The look-ups use the low seven bits of a code; its sign bit lands on the word's by itself, since the
-        // upper byte of each doubled code is the code.
-        // SAFETY: `self` proves the features; 32 bytes are readable behind `x` and 64 behind each table part.
+    fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> __m512i {
+        // SAFETY: `self` proves the features.
+        unsafe { look_up(&E4M3, x) }
+    }
+    #[inline(always)]
+    fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> __m512i {
+        // SAFETY: `self` proves the features.
+        unsafe { look_up(&E5M2, x) }
+    }
+    #[inline(always)]
+    fn pair_int8(self, x: &[i8; 2 * LANES]) -> __m512i {
+        // SAFETY: `self` proves the features.
         unsafe {
-            let table = |half: usize, part: usize| _mm512_loadu_si512(FP8_TO_BF16[half].as_ptr().add(64 * part).cast());
-            let codes = _mm512_castsi256_si512(_mm256_loadu_si256(x.as_ptr().cast()));
-            let codes = _mm512_permutexvar_epi8(_mm512_loadu_si512(TWICE.as_ptr().cast()), codes);
-            let low = _mm512_permutex2var_epi8(table(0, 0), codes, table(0, 1));
-            let high = _mm512_permutex2var_epi8(table(1, 0), codes, table(1, 1));
-            let value = _mm512_mask_blend_epi8(0xaaaa_aaaa_aaaa_aaaa, low, high);
-            // value | (codes & sign)
-            _mm512_ternarylogic_epi32::<0xf8>(value, codes, _mm512_set1_epi16(i16::MIN))
+            // Integers of 8 bits are exact in bf16: the lower halves of the f32 are zero.
+            let (first, second) = widen_int8(x);
+            _mm512_or_si512(_mm512_srli_epi32::<16>(_mm512_castps_si512(first)), _mm512_castps_si512(second))
         }
     }
     #[inline(always)]
     fn pair_first(self, x: __m512i) -> __m512i {
         // SAFETY: `self` proves the feature.
         unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff)) }
+    }
+    #[inline(always)]
+    fn pair_second(self, x: __m512i) -> __m512i {
+        // SAFETY: `self` proves the feature.
+        unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000_u32 as i32)) }
     }
     #[inline(always)]
     fn dot_pair(self, acc: __m512, x: __m512i, q: u32) -> __m512 {

@@ -1,6 +1,6 @@
 //! Number formats as the kernels see them: how one step of a sum is loaded and multiplied.
 //!
-//! f32 and f16 take one value a step and 16 lanes; bf16 and fp8 take two (a pair of dimensions, tokens or inputs
+//! f32 and f16 take one value a step and 16 lanes; bf16, fp8 and int8 take two (a pair of dimensions, tokens or inputs
 //! side by side), because bf16 dot-product instructions add two products at once.
 #![forbid(unsafe_code)]
 
@@ -21,6 +21,8 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn load<S: Simd>(s: S, raw: &Self::Raw) -> Self::Loaded<S>;
     /// A loaded step with all but the first value of each lane set to zero.
     fn first<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
+    /// A loaded step with all but the last value of each lane set to zero.
+    fn last<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// `acc + x * coef`.
     fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: Self::Coef) -> S::F32;
     /// The factor for `STEP` f32 values, rounded as the format multiplies.
@@ -44,6 +46,13 @@ pub struct Bf16;
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8E4M3;
 
+/// OCP fp8 e5m2 pairs, otherwise as e4m3.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8E5M2;
+/// Pairs of 8-bit integers, exactly widened to bf16; their scales are the caller's affair.
+#[derive(Clone, Copy, Debug)]
+pub struct Int8;
+
 macro_rules! single {
     ($name:ident, $elem:ty, $load:ident) => {
         impl Format for $name {
@@ -58,6 +67,10 @@ macro_rules! single {
             }
             #[inline(always)]
             fn first<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
+            #[inline(always)]
+            fn last<S: Simd>(_: S, x: S::F32) -> S::F32 {
                 x
             }
             #[inline(always)]
@@ -99,6 +112,10 @@ macro_rules! paired {
                 s.pair_first(x)
             }
             #[inline(always)]
+            fn last<S: Simd>(s: S, x: S::Pair) -> S::Pair {
+                s.pair_second(x)
+            }
+            #[inline(always)]
             fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: u32) -> S::F32 {
                 s.dot_pair(acc, x, coef)
             }
@@ -121,4 +138,6 @@ macro_rules! paired {
     };
 }
 paired!(Bf16, u16, pair_bf16);
-paired!(Fp8E4M3, u8, pair_fp8);
+paired!(Fp8E4M3, u8, pair_e4m3);
+paired!(Fp8E5M2, u8, pair_e5m2);
+paired!(Int8, i8, pair_int8);

@@ -26,7 +26,7 @@ mod avx512_bf16;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 
-pub use format::{Bf16, F16, F32, Format, Fp8E4M3};
+pub use format::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8};
 pub use level::Level;
 pub use vector::{LANES, Simd, Work};
 

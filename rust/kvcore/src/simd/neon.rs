@@ -1,4 +1,4 @@
-//! NEON: 16 lanes in four registers; bf16 and fp8 pairs are widened to f32.
+//! NEON: 16 lanes in four registers; bf16, fp8 and int8 pairs are widened to f32.
 
 use std::arch::aarch64::*;
 
@@ -50,7 +50,7 @@ macro_rules! each {
 /// # Safety
 /// The CPU must have NEON.
 #[inline(always)]
-unsafe fn widen_fp8(codes: uint32x4_t) -> float32x4_t {
+unsafe fn widen_e4m3(codes: uint32x4_t) -> float32x4_t {
     // SAFETY: the caller's promise.
     unsafe {
         let magnitude = vandq_u32(codes, vdupq_n_u32(0x7f));
@@ -58,6 +58,26 @@ unsafe fn widen_fp8(codes: uint32x4_t) -> float32x4_t {
         let tiny = vreinterpretq_u32_f32(vmulq_n_f32(vcvtq_f32_u32(magnitude), 1.0 / 512.0));
         let value = vbslq_u32(vcltq_u32(magnitude, vdupq_n_u32(8)), tiny, normal);
         let value = vbslq_u32(vceqq_u32(magnitude, vdupq_n_u32(0x7f)), vdupq_n_u32(0x7fc0_0000), value);
+        let sign = vshlq_n_u32::<24>(vandq_u32(codes, vdupq_n_u32(0x80)));
+        vreinterpretq_f32_u32(vorrq_u32(value, sign))
+    }
+}
+
+/// e5m2 codes, one in each 32-bit lane, as f32.
+///
+/// # Safety
+/// The CPU must have NEON.
+#[inline(always)]
+unsafe fn widen_e5m2(codes: uint32x4_t) -> float32x4_t {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let magnitude = vandq_u32(codes, vdupq_n_u32(0x7f));
+        let shifted = vshlq_n_u32::<21>(magnitude);
+        let tiny = vreinterpretq_u32_f32(vmulq_n_f32(vcvtq_f32_u32(magnitude), 1.0 / 65536.0));
+        let normal = vaddq_u32(shifted, vdupq_n_u32(112 << 23));
+        let value = vbslq_u32(vcltq_u32(magnitude, vdupq_n_u32(4)), tiny, normal);
+        let special = vorrq_u32(shifted, vdupq_n_u32(0x7f80_0000));
+        let value = vbslq_u32(vcgeq_u32(magnitude, vdupq_n_u32(0x7c)), special, value);
         let sign = vshlq_n_u32::<24>(vandq_u32(codes, vdupq_n_u32(0x80)));
         vreinterpretq_f32_u32(vorrq_u32(value, sign))
     }
@@ -171,6 +191,27 @@ impl Simd for Neon {
             vst1_u16(out.as_mut_ptr().add(4 * I), halves)
         });
     }
+    #[inline(always)]
+    fn store_bf16_pairs(self, a: Lanes, b: Lanes, out: &mut [u16; 2 * LANES]) {
+        each!(|I| {
+            // The lower halves of rounded values are zero.
+            let pairs = vorrq_u32(vshrq_n_u32::<16>(vreinterpretq_u32_f32(a[I])), vreinterpretq_u32_f32(b[I]));
+            vst1q_u16(out.as_mut_ptr().add(8 * I), vreinterpretq_u16_u32(pairs))
+        });
+    }
+    #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES]) -> (Lanes, Lanes) {
+        // SAFETY: `self` proves the feature; 16 bytes are readable behind `x`.
+        unsafe {
+            let bytes = vld1q_u8(x.as_ptr());
+            let wide = |v: uint8x16_t| {
+                let (a, b) = (vmovl_u8(vget_low_u8(v)), vmovl_u8(vget_high_u8(v)));
+                [vget_low_u16(a), vget_high_u16(a), vget_low_u16(b), vget_high_u16(b)]
+                    .map(|v| vcvtq_f32_u32(vmovl_u16(v)))
+            };
+            (wide(vandq_u8(bytes, vdupq_n_u8(0x0f))), wide(vshrq_n_u8::<4>(bytes)))
+        }
+    }
 
     #[inline(always)]
     fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
@@ -180,13 +221,28 @@ impl Simd for Neon {
         (first, second)
     }
     #[inline(always)]
-    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+    fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair {
         let pairs = each!(|I| vmovl_u16(vreinterpret_u16_u8(vld1_u8(x.as_ptr().add(8 * I)))));
-        (each!(|I| widen_fp8(pairs[I])), each!(|I| widen_fp8(vshrq_n_u32::<8>(pairs[I]))))
+        (each!(|I| widen_e4m3(pairs[I])), each!(|I| widen_e4m3(vshrq_n_u32::<8>(pairs[I]))))
+    }
+    #[inline(always)]
+    fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        let pairs = each!(|I| vmovl_u16(vreinterpret_u16_u8(vld1_u8(x.as_ptr().add(8 * I)))));
+        (each!(|I| widen_e5m2(pairs[I])), each!(|I| widen_e5m2(vshrq_n_u32::<8>(pairs[I]))))
+    }
+    #[inline(always)]
+    fn pair_int8(self, x: &[i8; 2 * LANES]) -> Self::Pair {
+        let pairs = each!(|I| vmovl_s16(vreinterpret_s16_s8(vld1_s8(x.as_ptr().add(8 * I)))));
+        let first = each!(|I| vcvtq_f32_s32(vshrq_n_s32::<24>(vshlq_n_s32::<24>(pairs[I]))));
+        (first, each!(|I| vcvtq_f32_s32(vshrq_n_s32::<8>(pairs[I]))))
     }
     #[inline(always)]
     fn pair_first(self, x: Self::Pair) -> Self::Pair {
         (x.0, self.splat(0.0))
+    }
+    #[inline(always)]
+    fn pair_second(self, x: Self::Pair) -> Self::Pair {
+        (self.splat(0.0), x.1)
     }
     #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {

@@ -3,7 +3,8 @@
 #![forbid(unsafe_code)]
 
 use super::vector::{LANES, Simd, Work};
-use crate::storage::fp8;
+use crate::formats::fp8;
+use crate::formats::half_float::{bf16_to_f32, f16_to_f32};
 
 /// Runs on every CPU.
 #[derive(Clone, Copy, Debug)]
@@ -25,19 +26,15 @@ fn map(a: Lanes, f: impl Fn(f32) -> f32) -> Lanes {
     zip(a, a, |x, _| f(x))
 }
 
+/// 16 pairs, the first and the second of each.
 #[inline(always)]
-fn bf16(bits: u32) -> f32 {
-    f32::from_bits(bits << 16)
-}
-
-/// The value of a half, exactly; without branches, where `half`'s conversion calls a function for each value.
-#[inline(always)]
-fn f16(bits: u16) -> f32 {
-    let magnitude = u32::from(bits & 0x7fff);
-    // Exponents are 112 apart; the product is exact for subnormals, too.
-    let finite = f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23);
-    let value = if magnitude >= 0x7c00 { (magnitude << 13) | 0x7f80_0000 } else { finite.to_bits() };
-    f32::from_bits(value | (u32::from(bits & 0x8000) << 16))
+fn unzip<T: Copy>(x: &[T; 2 * LANES], widen: impl Fn(T) -> f32) -> (Lanes, Lanes) {
+    let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+    for i in 0..LANES {
+        a[i] = widen(x[2 * i]);
+        b[i] = widen(x[2 * i + 1]);
+    }
+    (a, b)
 }
 
 impl Simd for Scalar {
@@ -67,7 +64,7 @@ impl Simd for Scalar {
     fn load_f16(self, x: &[u16; LANES]) -> Lanes {
         let mut out = [0.0; LANES];
         for i in 0..LANES {
-            out[i] = f16(x[i]);
+            out[i] = f16_to_f32(x[i]);
         }
         out
     }
@@ -127,32 +124,50 @@ impl Simd for Scalar {
             out[i] = (x[i].to_bits() >> 16) as u16;
         }
     }
+    #[inline(always)]
+    fn store_bf16_pairs(self, a: Lanes, b: Lanes, out: &mut [u16; 2 * LANES]) {
+        for i in 0..LANES {
+            out[2 * i] = (a[i].to_bits() >> 16) as u16;
+            out[2 * i + 1] = (b[i].to_bits() >> 16) as u16;
+        }
+    }
+    #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES]) -> (Lanes, Lanes) {
+        let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
+        for i in 0..LANES {
+            low[i] = f32::from(x[i] & 0x0f);
+            high[i] = f32::from(x[i] >> 4);
+        }
+        (low, high)
+    }
 
     #[inline(always)]
     fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
-        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
-        for i in 0..LANES {
-            a[i] = bf16(u32::from(x[2 * i]));
-            b[i] = bf16(u32::from(x[2 * i + 1]));
-        }
-        (a, b)
+        unzip(x, bf16_to_f32)
     }
     #[inline(always)]
-    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair {
-        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
-        for i in 0..LANES {
-            a[i] = fp8::e4m3_to_f32(x[2 * i]);
-            b[i] = fp8::e4m3_to_f32(x[2 * i + 1]);
-        }
-        (a, b)
+    fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        unzip(x, fp8::e4m3_to_f32)
+    }
+    #[inline(always)]
+    fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> Self::Pair {
+        unzip(x, fp8::e5m2_to_f32)
+    }
+    #[inline(always)]
+    fn pair_int8(self, x: &[i8; 2 * LANES]) -> Self::Pair {
+        unzip(x, f32::from)
     }
     #[inline(always)]
     fn pair_first(self, x: Self::Pair) -> Self::Pair {
         (x.0, [0.0; LANES])
     }
     #[inline(always)]
+    fn pair_second(self, x: Self::Pair) -> Self::Pair {
+        ([0.0; LANES], x.1)
+    }
+    #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
-        let acc = self.mul_add(x.0, [bf16(q & 0xffff); LANES], acc);
-        self.mul_add(x.1, [bf16(q >> 16); LANES], acc)
+        let acc = self.mul_add(x.0, [f32::from_bits(q << 16); LANES], acc);
+        self.mul_add(x.1, [f32::from_bits(q & 0xffff_0000); LANES], acc)
     }
 }

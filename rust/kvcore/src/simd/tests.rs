@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::*;
-use crate::storage::fp8;
+use crate::formats::fp8;
 
 /// Checks that do not depend on rounding must be bitwise equal to plain arithmetic on every level.
 struct Suite;
@@ -63,6 +63,12 @@ impl Work for Suite {
         let mut halves = [0; LANES];
         s.store_bf16(s.round_bf16(a), &mut halves);
         assert!((0..LANES).all(|i| halves[i] == half::bf16::from_f32(ODD[i]).to_bits()), "{} store_bf16", S::NAME);
+        let mut pairs = [0; 2 * LANES];
+        s.store_bf16_pairs(s.round_bf16(a), s.round_bf16(b), &mut pairs);
+        for i in 0..LANES {
+            let expected = [ODD[i], other[i]].map(|x| half::bf16::from_f32(x).to_bits());
+            assert_eq!(pairs[2 * i..2 * i + 2], expected, "{} store_bf16_pairs {i}", S::NAME);
+        }
         for start in (0..=u16::MAX).step_by(LANES) {
             let f16s: [u16; LANES] = std::array::from_fn(|i| start + i as u16);
             let widened = out(s.load_f16(&f16s));
@@ -78,16 +84,29 @@ impl Work for Suite {
         let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, if second { one << 16 } else { one }));
         for start in (0..256).step_by(2 * LANES) {
             let codes: [u8; 2 * LANES] = std::array::from_fn(|i| (start + i) as u8);
-            let pair = s.pair_fp8(&codes);
-            for i in 0..LANES {
-                let truth = [fp8::e4m3_to_f32(codes[2 * i]), fp8::e4m3_to_f32(codes[2 * i + 1])];
-                if truth.iter().all(|x| !x.is_nan()) {
-                    assert_eq!(alone(pair, false)[i], truth[0], "{} code {:#x}", S::NAME, codes[2 * i]);
-                    assert_eq!(alone(pair, true)[i], truth[1], "{} code {:#x}", S::NAME, codes[2 * i + 1]);
-                } else {
-                    assert!(alone(pair, true)[i].is_nan());
-                    assert_eq!(alone(s.pair_first(pair), false)[i], truth[0]);
+            let integers = codes.map(|code| code as i8);
+            let check = |pair: S::Pair, value: &dyn Fn(usize) -> f32, what: &str| {
+                for i in 0..LANES {
+                    let truth = [value(2 * i), value(2 * i + 1)];
+                    if truth.iter().all(|x| x.is_finite()) {
+                        assert_eq!(alone(pair, false)[i], truth[0], "{} {what} {:#x}", S::NAME, codes[2 * i]);
+                        assert_eq!(alone(pair, true)[i], truth[1], "{} {what} {:#x}", S::NAME, codes[2 * i + 1]);
+                    } else {
+                        // Zero times infinity is NaN, so that only the first of each pair is seen alone.
+                        assert!(alone(pair, false)[i].is_nan() && alone(pair, true)[i].is_nan(), "{what}");
+                        assert!(same(alone(s.pair_first(pair), false)[i], truth[0]), "{what}");
+                        assert!(truth[0].is_finite() || same(alone(s.pair_second(pair), true)[i], truth[1]), "{what}");
+                    }
                 }
+            };
+            check(s.pair_e4m3(&codes), &|i| fp8::e4m3_to_f32(codes[i]), "e4m3");
+            check(s.pair_e5m2(&codes), &|i| fp8::e5m2_to_f32(codes[i]), "e5m2");
+            check(s.pair_int8(&integers), &|i| f32::from(integers[i]), "int8");
+            let bytes: &[u8; LANES] = codes[LANES..].first_chunk().expect("16 bytes");
+            let (low, high) = s.load_nibbles(bytes);
+            for i in 0..LANES {
+                assert_eq!(out(low)[i], f32::from(bytes[i] & 15), "{} low nibble of {:#x}", S::NAME, bytes[i]);
+                assert_eq!(out(high)[i], f32::from(bytes[i] >> 4), "{} high nibble of {:#x}", S::NAME, bytes[i]);
             }
         }
         let bf16s: [u16; 2 * LANES] = std::array::from_fn(|i| half::bf16::from_f32(1.3 * i as f32 - 11.0).to_bits());

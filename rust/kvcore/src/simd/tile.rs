@@ -40,9 +40,9 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
     acc
 }
 
-/// `acc[m][d] += sum of rows[i * stride + d] * coefs[m][i]` over the steps `from..to`, `rows` beginning at `from`;
-/// with `half_last`, of the last step only the first value of each pair counts (an odd number of tokens: what lies
-/// behind may be anything).
+/// `acc[m][d] += sum of rows[i * stride + d] * coefs[m][i]` over the steps `from..to`, `rows` beginning at `from`.
+/// With `half_first`, of the first step only the last value of each pair counts, with `half_last`, of the last step
+/// only the first (an odd number of tokens: what lies beside them may be anything); never both of one step.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
 pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
@@ -53,19 +53,19 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
     coefs: &[[F::Coef; N]; M],
     from: usize,
     to: usize,
-    half_last: bool,
+    (half_first, half_last): (bool, bool),
 ) {
     assert!(to <= N);
-    let whole = to - usize::from(half_last);
+    let whole = from + usize::from(half_first)..to - usize::from(half_last);
     for i in from..to {
         let row = &rows[(i - from) * stride..][..D];
         let mut loaded = [F::load(s, &row[0]); D];
         for d in 1..D {
             loaded[d] = F::load(s, &row[d]);
         }
-        if i >= whole {
+        if !whole.contains(&i) {
             for x in &mut loaded {
-                *x = F::first(s, *x);
+                *x = if i < whole.start { F::last(s, *x) } else { F::first(s, *x) };
             }
         }
         for m in 0..M {

@@ -58,13 +58,23 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn round_bf16(self, x: Self::F32) -> Self::F32;
     /// Store the upper halves of 16 values that [`Self::round_bf16`] has rounded.
     fn store_bf16(self, x: Self::F32, out: &mut [u16; LANES]);
+    /// Store 16 pairs: upper halves of values that [`Self::round_bf16`] has rounded, `a`'s and `b`'s in turn.
+    fn store_bf16_pairs(self, a: Self::F32, b: Self::F32, out: &mut [u16; 2 * LANES]);
+    /// The low halves of 16 bytes, and the high ones: integers from 0 to 15.
+    fn load_nibbles(self, x: &[u8; LANES]) -> (Self::F32, Self::F32);
 
     /// Load 16 pairs of bf16.
     fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair;
     /// Load 16 pairs of fp8 e4m3, exactly widened to bf16.
-    fn pair_fp8(self, x: &[u8; 2 * LANES]) -> Self::Pair;
+    fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair;
+    /// Load 16 pairs of fp8 e5m2, exactly widened to bf16.
+    fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> Self::Pair;
+    /// Load 16 pairs of 8-bit integers, exactly widened to bf16.
+    fn pair_int8(self, x: &[i8; 2 * LANES]) -> Self::Pair;
     /// The same pairs with the second value of each set to zero (an odd number of tokens; the other may be NaN).
     fn pair_first(self, x: Self::Pair) -> Self::Pair;
+    /// The same pairs with the first value of each set to zero (a window that begins at an odd token).
+    fn pair_second(self, x: Self::Pair) -> Self::Pair;
     /// `acc + x.0 * q.0 + x.1 * q.1` per lane, `q` a pair of bf16 (first in the low half) for all lanes.
     fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: u32) -> Self::F32;
 

@@ -1,11 +1,25 @@
 //! What is in a block: bytes only, never who owns it.
-#![forbid(unsafe_code)]
 
-pub mod dtype;
-pub mod fp8;
+mod arena;
+pub mod clean;
+pub mod expand;
 pub mod layout;
+pub mod persist;
+mod positioned;
+mod rows;
+pub mod scales;
+pub mod spill;
 pub mod store;
+pub mod strided;
+pub mod view;
 
-pub use dtype::KvDtype;
+pub use crate::formats::{KvDtype, ScaleMode, fp8};
+pub use arena::Frozen;
+pub use clean::Cleaner;
+pub use expand::{expand_int4_k_tile, expand_int4_v_tile, expand_k_tile, expand_v_tile};
 pub use layout::{Layout, TILE};
-pub use store::{KvStore, LayerView, Scales};
+pub use scales::{Scales, check_scale};
+pub use spill::SpillFile;
+pub use store::KvStore;
+pub use strided::{Strided, TileArrays};
+pub use view::LayerView;

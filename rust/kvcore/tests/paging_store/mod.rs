@@ -1,9 +1,10 @@
 //! A store that knows what lies in every slot, in place of bytes: what a real one would get wrong shows here.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+use std::collections::HashMap;
 use std::rc::Rc;
 
-use kvcore::paging::{Batch, BlockCopy, BlockId, BlockManager, SeqId};
+use kvcore::paging::{AddOptions, Batch, BlockId, BlockManager, Key, ManagerConfig, Move, SeqId};
 
 /// Which K and V a slot holds: those of the last token of `prefix`, computed under `salt` with `version` of the weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,33 +23,58 @@ pub enum Slot {
 
 pub struct Store {
     block_size: usize,
-    blocks: Vec<Vec<Slot>>,
+    /// Group, block, slot.
+    groups: Vec<Vec<Vec<Slot>>>,
+    spilled: HashMap<(usize, usize), Vec<Slot>>,
 }
 
 impl Store {
     pub fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self { block_size, blocks: vec![vec![Slot::Garbage; block_size]; num_blocks] }
+        Self::of(&ManagerConfig::new(num_blocks, block_size))
     }
 
-    pub fn copy(&mut self, copies: &[BlockCopy]) {
-        for copy in copies {
-            self.blocks[copy.dst.index()] = self.blocks[copy.src.index()].clone();
+    pub fn of(config: &ManagerConfig) -> Self {
+        let block = vec![Slot::Garbage; config.block_size];
+        let groups = config.groups.iter().map(|group| vec![block.clone(); group.num_blocks]).collect();
+        Self { block_size: config.block_size, groups, spilled: HashMap::new() }
+    }
+
+    pub fn carry_out(&mut self, moves: &[Move]) {
+        for &step in moves {
+            match step {
+                Move::Copy { group, src, dst } => {
+                    self.groups[group][dst.index()] = self.groups[group][src.index()].clone();
+                }
+                Move::Spill { group, block, slot } => {
+                    self.spilled.insert((group, slot.index()), self.groups[group][block.index()].clone());
+                }
+                Move::Fetch { group, slot, block } => {
+                    self.groups[group][block.index()] = self.spilled.remove(&(group, slot.index())).unwrap();
+                }
+            }
         }
     }
 
-    pub fn get(&self, table: &[BlockId], position: usize) -> &Slot {
-        &self.blocks[table[position / self.block_size].index()][position % self.block_size]
+    pub fn get(&self, group: usize, block: BlockId, slot: usize) -> &Slot {
+        &self.groups[group][block.index()][slot]
     }
 
-    pub fn set(&mut self, table: &[BlockId], position: usize, slot: Slot) {
-        self.blocks[table[position / self.block_size].index()][position % self.block_size] = slot;
+    pub fn spilled(&self, group: usize, index: usize) -> &[Slot] {
+        &self.spilled[&(group, index)]
+    }
+
+    pub fn set(&mut self, group: usize, table: &[BlockId], position: usize, slot: Slot) {
+        let block = table[position / self.block_size];
+        self.groups[group][block.index()][position % self.block_size] = slot;
     }
 
     /// Writes some layers of the planned tokens only.
     pub fn write_half(&mut self, batch: &Batch) {
         for row in &batch.rows {
-            for position in row.start..row.start + row.len {
-                self.set(&row.blocks, position, Slot::Garbage);
+            for (group, table) in row.tables.iter().enumerate() {
+                for position in row.start..row.start + row.len {
+                    self.set(group, table, position, Slot::Garbage);
+                }
             }
         }
     }
@@ -57,17 +83,26 @@ impl Store {
     pub fn write(&mut self, manager: &BlockManager, batch: &Batch, salt: Option<&[u8]>, version: u64) {
         for row in &batch.rows {
             let tokens = manager.token_ids(row.seq).unwrap();
-            for position in row.start..row.start + row.len {
-                self.set(&row.blocks, position, token(tokens, position, salt, version));
+            for (group, table) in row.tables.iter().enumerate() {
+                for position in row.start..row.start + row.len {
+                    self.set(group, table, position, token(tokens, position, salt, version));
+                }
             }
         }
     }
 
-    /// Panics unless every computed token of the sequence is where its table says.
+    /// Panics unless every computed token of the sequence is where its tables say.
     pub fn assert_reads(&self, manager: &BlockManager, seq: SeqId, salt: Option<&[u8]>, version: u64) {
-        let (tokens, table) = (manager.token_ids(seq).unwrap(), manager.block_table(seq).unwrap());
-        for position in 0..manager.num_computed_tokens(seq).unwrap() {
-            assert_eq!(*self.get(table, position), token(tokens, position, salt, version), "position {position}");
+        let tokens = manager.token_ids(seq).unwrap();
+        for group in 0..self.groups.len() {
+            let table = manager.block_table(seq, group).unwrap();
+            for position in 0..manager.num_computed_tokens(seq).unwrap() {
+                let block = table[position / self.block_size];
+                if !block.is_none() {
+                    let slot = self.get(group, block, position % self.block_size);
+                    assert_eq!(*slot, token(tokens, position, salt, version), "position {position}, group {group}");
+                }
+            }
         }
     }
 }
@@ -76,13 +111,42 @@ pub fn token(tokens: &[u32], position: usize, salt: Option<&[u8]>, version: u64)
     Slot::Token(Content { version, salt: salt.map(<[u8]>::to_vec), prefix: tokens[..=position].into() })
 }
 
-/// Plans, copies, writes and commits `n` tokens of one sequence.
+/// Plans, moves, writes and commits `n` tokens of one sequence.
 pub fn run(manager: &mut BlockManager, store: &mut Store, seq: SeqId, n: usize) -> kvcore::Result<Batch> {
-    let mut copies = Vec::new();
-    let batch = manager.plan(&[(seq, n)], &mut copies)?;
-    store.copy(&copies);
+    let mut moves = Vec::new();
+    let batch = manager.plan(&[(seq, n)], &mut moves)?;
+    store.carry_out(&moves);
     store.write(manager, &batch, None, 0);
     manager.commit(&batch)?;
     manager.check().unwrap();
     Ok(batch)
+}
+
+/// Shorter calls for caches of one group without a second tier.
+pub trait OneGroup {
+    fn admit(&mut self, tokens: &[u32], salt: Option<&[u8]>, use_prefix: bool) -> kvcore::Result<SeqId>;
+    fn found(&self, tokens: &[u32], salt: Option<&[u8]>) -> Vec<BlockId>;
+    fn known(&self, tokens: &[u32], salt: Option<&[u8]>) -> usize;
+    fn table(&self, seq: SeqId) -> kvcore::Result<&[BlockId]>;
+}
+
+impl OneGroup for BlockManager {
+    fn admit(&mut self, tokens: &[u32], salt: Option<&[u8]>, use_prefix: bool) -> kvcore::Result<SeqId> {
+        let mut moves = Vec::new();
+        let seq = self.add(tokens, &AddOptions { use_prefix, ..AddOptions::salted(salt) }, &mut moves)?;
+        assert!(moves.is_empty());
+        Ok(seq)
+    }
+
+    fn found(&self, tokens: &[u32], salt: Option<&[u8]>) -> Vec<BlockId> {
+        self.find_prefix(tokens, Key { salt, ..Key::default() }).tables.remove(0)
+    }
+
+    fn known(&self, tokens: &[u32], salt: Option<&[u8]>) -> usize {
+        self.find_prefix(tokens, Key { salt, ..Key::default() }).num_tokens
+    }
+
+    fn table(&self, seq: SeqId) -> kvcore::Result<&[BlockId]> {
+        self.block_table(seq, 0)
+    }
 }

@@ -1,0 +1,755 @@
+//! `KVCache`: one-line methods over the core's cache.
+#![forbid(unsafe_code)]
+
+mod group;
+mod handles;
+mod lock;
+mod options;
+mod report;
+mod view;
+
+use std::path::PathBuf;
+use std::sync::{Arc, RwLock};
+use std::time::Duration;
+
+use kvcore::cache::{AttendOptions, CacheConfig, Ended, GroupKind, KvCache};
+use kvcore::paging::{AddOptions, Key, Retention, SeqId, hash_block};
+use kvcore::storage::{KvDtype, Layout, ScaleMode};
+use kvcore::threads::ShouldStop;
+use kvcore::{Error, Result};
+use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyString};
+
+pub use group::PyKvGroup;
+pub use handles::{PyBatch, PyPin, PySequence};
+pub use view::PyTileView;
+
+use crate::arrays::{Size, floats, token_ids, zeros};
+use crate::error::{detached, invalid, to_python};
+use crate::runtime::PyThreads;
+use group::Defaults;
+use lock::locked_or_busy;
+use options::{Ttl, key, retention, seconds, set_scales};
+use report::{Counts, Snapshot, events, nbytes, table};
+
+/// The paged KV cache of one model. See the stub file for the full documentation of each method.
+///
+/// Calls from several threads are safe: reads run side by side, changes one at a time.
+#[pyclass(name = "KVCache", module = "kvcore._kvcore", frozen)]
+pub struct PyKvCache {
+    cache: RwLock<Option<KvCache>>,
+    groups: Vec<PyKvGroup>,
+    kinds: Vec<&'static str>,
+    layouts: Vec<Option<Layout>>,
+    config: CacheConfig,
+    bytes_per_token: usize,
+    nbytes: usize,
+    threads: PyThreads,
+    clock: Option<Py<PyAny>>,
+    ended_views: Ended,
+}
+
+impl PyKvCache {
+    fn with<T>(&self, f: impl FnOnce(&KvCache) -> Result<T>) -> Result<T> {
+        // What views have given up is free if that means no waiting; whoever takes blocks sees to it anyway.
+        if !self.ended_views.is_empty()
+            && let Ok(mut cache) = self.cache.try_write()
+            && let Some(cache) = cache.as_mut()
+        {
+            cache.reclaim_views();
+        }
+        let cache = locked_or_busy(|| self.cache.read(), || self.cache.try_read())?;
+        f(cache.as_ref().ok_or_else(closed)?)
+    }
+
+    fn with_mut<T>(&self, f: impl FnOnce(&mut KvCache) -> Result<T>) -> Result<T> {
+        let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
+        f(cache.as_mut().ok_or_else(closed)?)
+    }
+
+    fn look<T: Send>(
+        &self,
+        py: Python<'_>,
+        f: impl FnOnce(&KvCache, ShouldStop<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        detached(py, |should_stop| self.with(|cache| f(cache, should_stop)))
+    }
+
+    /// A change that takes no time into account.
+    fn change<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&mut KvCache) -> Result<T> + Send) -> PyResult<T> {
+        detached(py, |_| self.with_mut(f))
+    }
+
+    /// A change before which the cache is told what time it is.
+    fn change_now<T: Send>(
+        &self,
+        py: Python<'_>,
+        f: impl FnOnce(&mut KvCache, ShouldStop<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        let now = self.now(py)?;
+        detached(py, |should_stop| {
+            self.with_mut(|cache| {
+                tell(cache, now);
+                f(cache, should_stop)
+            })
+        })
+    }
+
+    /// What the caller's clock says; None for the system's.
+    fn now(&self, py: Python<'_>) -> PyResult<Option<Duration>> {
+        self.clock.as_ref().map(|clock| seconds("clock()", clock.call0(py)?.bind(py))).transpose()
+    }
+
+    fn layout(&self, layer: usize) -> PyResult<&Layout> {
+        match self.layouts.get(layer) {
+            Some(Some(layout)) => Ok(layout),
+            Some(None) => Err(invalid(format!("layer {layer} is of kind none: it keeps no K and V"))),
+            None => Err(invalid(format!("layer: expected 0 to {}, got {layer}", self.layouts.len() - 1))),
+        }
+    }
+
+    fn group(&self, group: &Size<'_>) -> PyResult<usize> {
+        let group = group.get("group")?;
+        if group >= self.kinds.len() {
+            return Err(invalid(format!("group: expected 0 to {}, got {group}", self.kinds.len() - 1)));
+        }
+        Ok(group)
+    }
+
+    fn retention(&self, ttl: &Ttl<'_>, priority: Option<Size<'_>>) -> PyResult<Option<Retention>> {
+        retention("ttl", ttl, priority, self.config.retention)
+    }
+
+    fn make_sequence(cache: &KvCache, id: SeqId) -> Result<PySequence> {
+        Ok(PySequence { id, num_cached_tokens: cache.manager().num_cached_tokens(id)? })
+    }
+
+    fn scales<'py>(
+        &self,
+        py: Python<'py>,
+        of: fn(&kvcore::storage::Scales) -> &Vec<f32>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let config = self.look(py, |cache, _| Ok(cache.config().clone())).unwrap_or_else(|_| self.config.clone());
+        let scales = |layer: usize| -> Vec<f32> {
+            for spec in &config.groups {
+                if let Some(at) = spec.layers.iter().position(|&l| l == layer) {
+                    let all = spec.scales.as_ref().map(of);
+                    let heads = spec.num_kv_heads;
+                    return all.map_or_else(|| vec![1.0; heads], |all| all[at * heads..(at + 1) * heads].to_vec());
+                }
+            }
+            Vec::new()
+        };
+        let rows: Vec<Vec<f32>> = (0..self.layouts.len()).map(scales).collect();
+        let first = rows.iter().flatten().next().copied().unwrap_or(1.0);
+        if rows.iter().flatten().all(|&scale| scale == first) {
+            return Ok(first.into_pyobject(py)?.into_any());
+        }
+        let heads = rows.iter().map(Vec::len).max().unwrap_or(0);
+        let padded: Vec<Vec<f32>> =
+            rows.into_iter().map(|row| row.into_iter().chain(std::iter::repeat(1.0)).take(heads).collect()).collect();
+        Ok(PyArray2::from_vec2(py, &padded)?.into_any())
+    }
+}
+
+fn tell(cache: &mut KvCache, now: Option<Duration>) {
+    match now {
+        Some(now) => cache.set_now(now),
+        None => cache.tick(),
+    }
+}
+
+fn closed() -> Error {
+    Error::InvalidState("the cache is closed".into())
+}
+
+/// A hash that is the same for everything, for tests of what happens when hashes collide.
+fn equal_hashes(_: u128, _: &[u32]) -> u128 {
+    7
+}
+
+#[pymethods]
+impl PyKvCache {
+    #[new]
+    #[pyo3(signature = (*, num_layers = None, num_kv_heads = None, head_dim = None, num_blocks = None, block_size = 16,
+        dtype = "bfloat16", k_scale = None, v_scale = None, scale_mode = None, groups = None, num_threads = None,
+        threads = None, enable_prefix_caching = true, min_prefix_tokens = None, prefix_ttl = Ttl::Default,
+        max_pinned_fraction = 0.5, max_rollback = None, max_events = None, spill_dir = None, spill_bytes = None,
+        fingerprint = "", clock = None, _equal_hashes = false))]
+    #[expect(clippy::too_many_arguments, reason = "the public signature")]
+    fn new(
+        num_layers: Option<Size<'_>>,
+        num_kv_heads: Option<Size<'_>>,
+        head_dim: Option<Size<'_>>,
+        num_blocks: Option<Size<'_>>,
+        block_size: i64,
+        dtype: &str,
+        k_scale: Option<&Bound<'_, PyAny>>,
+        v_scale: Option<&Bound<'_, PyAny>>,
+        scale_mode: Option<&str>,
+        groups: Option<&Bound<'_, PyAny>>,
+        num_threads: Option<Size<'_>>,
+        threads: Option<&PyThreads>,
+        enable_prefix_caching: bool,
+        min_prefix_tokens: Option<Size<'_>>,
+        prefix_ttl: Ttl<'_>,
+        max_pinned_fraction: f64,
+        max_rollback: Option<Size<'_>>,
+        max_events: Option<Size<'_>>,
+        spill_dir: Option<PathBuf>,
+        spill_bytes: Option<Size<'_>>,
+        fingerprint: &str,
+        clock: Option<Py<PyAny>>,
+        _equal_hashes: bool,
+    ) -> PyResult<Self> {
+        let get = |name: &str, value: Option<Size<'_>>| value.map(|value| value.get(name)).transpose();
+        let num_layers = get("num_layers", num_layers)?;
+        let defaults = Defaults {
+            num_kv_heads: get("num_kv_heads", num_kv_heads)?,
+            head_dim: get("head_dim", head_dim)?,
+            num_blocks: get("num_blocks", num_blocks)?,
+        };
+        let dtype: KvDtype = dtype.parse().map_err(to_python)?;
+        let block_size = usize::try_from(block_size)
+            .map_err(|_| invalid(format!("block_size: expected at least 16, got {block_size}")))?;
+        let groups = match groups {
+            Some(groups) => PyKvGroup::list(groups)?,
+            None => vec![whole(num_layers, defaults)?],
+        };
+        let mut config = CacheConfig::new(0, 0, 0, 0, block_size, dtype);
+        config.groups = groups.iter().enumerate().map(|(i, group)| group.spec(i, defaults)).collect::<PyResult<_>>()?;
+        if let Some(expected) = num_layers.filter(|&n| n != config.num_layers()) {
+            return Err(invalid(format!("num_layers: the groups have {} layers, got {expected}", config.num_layers())));
+        }
+        if let Some(mode) = scale_mode {
+            config.scale_mode = mode.parse::<ScaleMode>().map_err(to_python)?;
+        }
+        config.enable_prefix_caching = enable_prefix_caching;
+        config.min_prefix_tokens = get("min_prefix_tokens", min_prefix_tokens)?.unwrap_or(0);
+        config.max_rollback = get("max_rollback", max_rollback)?.unwrap_or(0);
+        config.max_events = get("max_events", max_events)?.unwrap_or(0);
+        config.max_pinned_fraction = max_pinned_fraction;
+        config.spill_bytes = get("spill_bytes", spill_bytes)?.unwrap_or(0);
+        config.fingerprint = fingerprint.into();
+        if let Some(retention) = retention("prefix_ttl", &prefix_ttl, None, config.retention)? {
+            config.retention = retention;
+        }
+        config.hash = if _equal_hashes { equal_hashes } else { hash_block };
+        let threads = match (num_threads, threads) {
+            (Some(_), Some(_)) => {
+                return Err(invalid("num_threads, threads: expected at most one of them, got both".into()));
+            }
+            (Some(n), None) => PyThreads::make(Some(n.get("num_threads")?))?,
+            (None, threads) => PyThreads::or_default(threads)?,
+        };
+        set_scales(&mut config, k_scale, v_scale)?;
+        let cache = KvCache::new(config.clone(), spill_dir.as_deref(), threads.level, Arc::clone(&threads.threads))
+            .map_err(to_python)?;
+        Ok(Self {
+            layouts: (0..config.num_layers())
+                .map(|layer| cache.layout_of(layer))
+                .collect::<Result<_>>()
+                .map_err(to_python)?,
+            kinds: cache.paged_groups().map(|spec| spec.kind.name()).collect(),
+            bytes_per_token: cache.bytes_per_token(),
+            nbytes: nbytes(&cache),
+            ended_views: cache.ended_views().clone(),
+            cache: RwLock::new(Some(cache)),
+            groups,
+            config,
+            threads,
+            clock,
+        })
+    }
+
+    #[pyo3(signature = (token_ids, salt = None, *, adapter = None, extra = None, use_prefix = true,
+        min_prefix_tokens = None, ttl = Ttl::Default, priority = None))]
+    #[expect(clippy::too_many_arguments, reason = "the public signature")]
+    fn add(
+        &self,
+        py: Python<'_>,
+        token_ids: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+        adapter: Option<&Bound<'_, PyAny>>,
+        extra: Option<&Bound<'_, PyAny>>,
+        use_prefix: bool,
+        min_prefix_tokens: Option<Size<'_>>,
+        ttl: Ttl<'_>,
+        priority: Option<Size<'_>>,
+    ) -> PyResult<PySequence> {
+        let ids = self::token_ids("token_ids", token_ids)?;
+        let (salt, adapter, extra) = (key("salt", salt)?, key("adapter", adapter)?, key("extra", extra)?);
+        let min_prefix_tokens = min_prefix_tokens.map(|n| n.get("min_prefix_tokens")).transpose()?;
+        let retention = self.retention(&ttl, priority)?;
+        self.change_now(py, |cache, _| {
+            let key = Key { salt: salt.as_deref(), adapter: adapter.as_deref(), extra: extra.as_deref() };
+            // Which encoder's output a decoder sees, only `extra` can say.
+            let use_prefix = use_prefix && (cache.cross_store().is_none() || extra.is_some());
+            let id = cache.add(&ids, &AddOptions { key, use_prefix, min_prefix_tokens, retention })?;
+            Self::make_sequence(cache, id)
+        })
+    }
+
+    fn append(&self, py: Python<'_>, seq: &PySequence, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let ids = self::token_ids("token_ids", token_ids)?;
+        self.change(py, |cache| cache.append(seq.id, &ids))
+    }
+
+    fn plan(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<PyBatch> {
+        // Item by item: a Vec argument would reserve whatever length an object claims to have.
+        let pairs = items.try_iter().map_err(|_| {
+            let got = items.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
+            PyTypeError::new_err(format!("plan: expected a list of (sequence, new tokens) pairs, got {got}"))
+        })?;
+        let items: Vec<(SeqId, usize)> = pairs
+            .map(|pair| {
+                let pair = pair?;
+                let (seq, n): (PyRef<'_, PySequence>, Size<'_>) = pair.extract().map_err(|e| match pair.len() {
+                    Ok(2) => e,
+                    _ => PyTypeError::new_err(format!("plan: expected (sequence, new tokens) pairs: {e}")),
+                })?;
+                Ok((seq.id, n.get("plan: new tokens")?))
+            })
+            .collect::<PyResult<_>>()?;
+        Ok(PyBatch::new(self.change_now(py, |cache, _| cache.plan(&items))?))
+    }
+
+    #[pyo3(signature = (layer, batch, k, v = None))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        layer: Size<'_>,
+        batch: &PyBatch,
+        k: &Bound<'_, PyAny>,
+        v: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let layer = layer.get("layer")?;
+        let l = self.layout(layer)?;
+        let k = floats("k", k, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.k_dim)])?;
+        let v = match v {
+            None if !l.latent => {
+                return Err(invalid("v: expected an array, got None (only latent layers take none)".into()));
+            }
+            None => None,
+            Some(v) => Some(floats("v", v, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.v_dim)])?),
+        };
+        let (k, v) = (k.as_slice()?, v.as_ref().map(|v| v.as_slice()).transpose()?);
+        self.change(py, |cache| cache.write(layer, &mut *batch.change()?, k, v))
+    }
+
+    fn write_cross(
+        &self,
+        py: Python<'_>,
+        layer: Size<'_>,
+        seq: &PySequence,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let layer = layer.get("layer")?;
+        let l = self.layout(layer)?;
+        let k = floats("k", k, &[None, Some(l.num_kv_heads), Some(l.k_dim)])?;
+        let v = floats("v", v, &[Some(k.shape()[0]), Some(l.num_kv_heads), Some(l.v_dim)])?;
+        let (k, v) = (k.as_slice()?, v.as_slice()?);
+        self.change(py, |cache| cache.write_cross(layer, seq.id, k, v))
+    }
+
+    #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None))]
+    #[expect(clippy::too_many_arguments, reason = "the public signature")]
+    fn attend<'py>(
+        &self,
+        py: Python<'py>,
+        layer: Size<'_>,
+        batch: &PyBatch,
+        q: &Bound<'py, PyAny>,
+        scale: Option<f64>,
+        window: Option<Size<'py>>,
+        softcap: Option<&Bound<'py, PyAny>>,
+        sinks: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyArray3<f32>>> {
+        let layer = layer.get("layer")?;
+        for (name, value) in [("softcap", softcap), ("sinks", sinks)] {
+            if value.is_some() {
+                return Err(PyNotImplementedError::new_err(format!("{name}: not supported yet; expected None")));
+            }
+        }
+        let window = window.map(|window| window.get("window")).transpose()?;
+        let l = self.layout(layer)?;
+        let heads = match q.cast::<PyUntypedArray>() {
+            Ok(array) if array.ndim() == 3 => array.shape()[1],
+            _ => 0,
+        };
+        let q = floats("q", q, &[Some(batch.num_tokens), None, Some(l.k_dim)])?;
+        let q = q.as_slice()?;
+        let options = AttendOptions { scale: scale.map(|s| s as f32), window };
+        let out = self.look(py, |cache, should_stop| {
+            let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
+            cache.attend(layer, &*batch.look()?, heads, options, q, &mut out, should_stop)?;
+            Ok(out)
+        })?;
+        PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])
+    }
+
+    fn commit(&self, py: Python<'_>, batch: &PyBatch) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.commit(&*batch.look()?))
+    }
+
+    #[pyo3(signature = (seq, n = None))]
+    fn fork<'py>(&self, py: Python<'py>, seq: &PySequence, n: Option<Size<'_>>) -> PyResult<Bound<'py, PyAny>> {
+        let Some(n) = n else {
+            let child = self.change(py, |cache| {
+                let id = cache.fork(seq.id)?;
+                Self::make_sequence(cache, id)
+            })?;
+            return Ok(Bound::new(py, child)?.into_any());
+        };
+        let n = n.get("n")?;
+        if n > MAX_FORKS {
+            return Err(invalid(format!("n: expected at most {MAX_FORKS}, got {n}")));
+        }
+        let children = self.change(py, |cache| {
+            cache.manager().num_tokens(seq.id)?;
+            (0..n)
+                .map(|_| {
+                    let id = cache.fork(seq.id)?;
+                    Self::make_sequence(cache, id)
+                })
+                .collect::<Result<Vec<_>>>()
+        })?;
+        let children: Vec<_> = children.into_iter().map(|child| Bound::new(py, child)).collect::<PyResult<_>>()?;
+        Ok(PyList::new(py, children)?.into_any())
+    }
+
+    fn reorder(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        parents: &Bound<'_, PyAny>,
+    ) -> PyResult<Vec<PySequence>> {
+        let seqs: Vec<SeqId> = seqs
+            .try_iter()?
+            .map(|seq| {
+                let seq = seq?;
+                let seq = seq.cast::<PySequence>().map_err(|_| {
+                    PyTypeError::new_err("reorder: expected a list of sequences for seqs, got something else in it")
+                })?;
+                Ok(seq.get().id)
+            })
+            .collect::<PyResult<_>>()?;
+        let parents: Vec<usize> = token_ids("parents", parents)?.into_iter().map(|parent| parent as usize).collect();
+        self.change_now(py, |cache, _| {
+            let ids = cache.reorder(&seqs, &parents)?;
+            ids.into_iter().map(|id| Self::make_sequence(cache, id)).collect()
+        })
+    }
+
+    fn truncate(&self, py: Python<'_>, seq: &PySequence, num_tokens: Size<'_>) -> PyResult<()> {
+        let n = num_tokens.get("num_tokens")?;
+        self.change_now(py, |cache, _| cache.truncate(seq.id, n))
+    }
+
+    fn free(&self, py: Python<'_>, seq: &PySequence) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.free(seq.id))
+    }
+
+    #[pyo3(signature = (seq, num_tokens = None, *, ttl = Ttl::Default, priority = None))]
+    fn mark(
+        &self,
+        py: Python<'_>,
+        seq: &PySequence,
+        num_tokens: Option<Size<'_>>,
+        ttl: Ttl<'_>,
+        priority: Option<Size<'_>>,
+    ) -> PyResult<()> {
+        let n = num_tokens.map(|n| n.get("num_tokens")).transpose()?;
+        let retention = self.retention(&ttl, priority)?.unwrap_or(self.config.retention);
+        self.change_now(py, |cache, _| {
+            let n = n.map_or_else(|| cache.manager().num_tokens(seq.id), Ok)?;
+            cache.mark(seq.id, n, retention)
+        })
+    }
+
+    #[pyo3(signature = (seq, num_tokens = None))]
+    fn pin(&self, py: Python<'_>, seq: &PySequence, num_tokens: Option<Size<'_>>) -> PyResult<PyPin> {
+        let n = num_tokens.map(|n| n.get("num_tokens")).transpose()?;
+        self.change_now(py, |cache, _| {
+            let num_tokens = n.map_or_else(|| cache.manager().num_computed_tokens(seq.id), Ok)?;
+            Ok(PyPin { id: cache.pin(seq.id, num_tokens)?, num_tokens })
+        })
+    }
+
+    fn unpin(&self, py: Python<'_>, pin: &PyPin) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.unpin(pin.id))
+    }
+
+    fn calibrate<'py>(&self, py: Python<'py>, run: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        if !run.is_callable() {
+            return Err(PyTypeError::new_err(format!(
+                "run: expected a callable that runs sample text, got {}",
+                run.get_type().name()?
+            )));
+        }
+        self.change_now(py, |cache, _| cache.begin_calibration())?;
+        let result = run.call0();
+        if result.is_err() {
+            self.change_now(py, |cache, _| {
+                cache.abort_calibration();
+                Ok(())
+            })?;
+            return result;
+        }
+        self.change_now(py, |cache, _| cache.end_calibration())?;
+        result
+    }
+
+    #[pyo3(signature = (layer, seq, dtype = None))]
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        layer: Size<'_>,
+        seq: &PySequence,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let layer = layer.get("layer")?;
+        let l = self.layout(layer)?;
+        let dense = self.look(py, |cache, _| cache.read(layer, seq.id))?;
+        let array = |values: Vec<f32>, width: usize| -> PyResult<Bound<'py, PyAny>> {
+            let array = PyArray1::from_vec(py, values).reshape([dense.tokens, l.num_kv_heads, width])?.into_any();
+            match dtype {
+                None => Ok(array),
+                Some(dtype) => array.call_method1("astype", (numpy_dtype(dtype)?,)),
+            }
+        };
+        Ok((array(dense.k, l.k_dim)?, array(dense.v, l.v_dim)?))
+    }
+
+    fn view(&self, py: Python<'_>, layer: Size<'_>, seq: &PySequence, index: Size<'_>) -> PyResult<PyTileView> {
+        let (layer, index) = (layer.get("layer")?, index.get("index")?);
+        self.layout(layer)?;
+        let view = self.change_now(py, |cache, _| cache.view(layer, seq.id, index))?;
+        PyTileView::new(py, view)
+    }
+
+    fn save(&self, py: Python<'_>, seq: &PySequence, path: PathBuf) -> PyResult<()> {
+        self.look(py, |cache, should_stop| cache.save(seq.id, &path, should_stop))
+    }
+
+    fn load(&self, py: Python<'_>, path: PathBuf) -> PyResult<PySequence> {
+        self.change_now(py, |cache, should_stop| {
+            let id = cache.load(&path, should_stop)?;
+            Self::make_sequence(cache, id)
+        })
+    }
+
+    fn save_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {
+        self.change_now(py, |cache, should_stop| cache.save_prefixes(&folder, should_stop))
+    }
+
+    fn load_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {
+        self.change_now(py, |cache, should_stop| cache.load_prefixes(&folder, should_stop))
+    }
+
+    #[pyo3(signature = (seq, group = None))]
+    fn block_table(&self, py: Python<'_>, seq: &PySequence, group: Option<Size<'_>>) -> PyResult<Vec<i64>> {
+        let group = group.map(|group| self.group(&group)).transpose()?.unwrap_or(0);
+        self.look(py, |cache, _| Ok(table(cache.block_table(seq.id, group)?)))
+    }
+
+    fn token_ids<'py>(&self, py: Python<'py>, seq: &PySequence) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let ids =
+            self.look(py, |cache, _| Ok(cache.manager().token_ids(seq.id)?.iter().map(|&id| i64::from(id)).collect()))?;
+        Ok(PyArray1::from_vec(py, ids))
+    }
+
+    fn num_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
+        self.look(py, |cache, _| cache.manager().num_tokens(seq.id))
+    }
+
+    fn num_computed_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
+        self.look(py, |cache, _| cache.manager().num_computed_tokens(seq.id))
+    }
+
+    fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.reset_prefix_cache())
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let now = self.now(py)?;
+        let counts = detached(py, |_| {
+            // What has expired is swept if that means no waiting: a reader waits for no reader.
+            if let Ok(mut cache) = self.cache.try_write()
+                && let Some(cache) = cache.as_mut()
+            {
+                tell(cache, now);
+                return Counts::of(cache);
+            }
+            self.with(Counts::of)
+        })?;
+        counts.dict(py, &self.kinds)
+    }
+
+    fn events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let taken = self.change_now(py, |cache, _| Ok(cache.take_events()))?;
+        events(py, &taken)
+    }
+
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.look(py, |cache, _| Snapshot::of(cache))?.dict(py, &self.kinds)
+    }
+
+    fn _repr_html_(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let map = slf.py().import("kvcore.viz")?.call_method1("block_map", (slf,))?;
+        map.getattr("svg")?.extract()
+    }
+
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.look(py, |cache, _| cache.check())
+    }
+
+    /// Give the memory back. Every later call raises InvalidState.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        detached(py, |_| {
+            let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
+            drop(cache.take());
+            Ok(())
+        })
+    }
+
+    /// Overwrite every stored value; tests poison the pool with it.
+    fn _fill(&self, py: Python<'_>, value: f32) -> PyResult<()> {
+        self.change(py, |cache| {
+            cache.fill(value);
+            Ok(())
+        })
+    }
+
+    #[getter]
+    fn num_layers(&self) -> usize {
+        self.layouts.len()
+    }
+    #[getter]
+    fn num_kv_heads(&self) -> usize {
+        self.first_spec().num_kv_heads
+    }
+    #[getter]
+    fn head_dim(&self) -> usize {
+        self.first_spec().head_dim
+    }
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.paged_specs().map(|spec| spec.num_blocks).min().unwrap_or(0)
+    }
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.config.block_size
+    }
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.config.dtype.name()
+    }
+    #[getter]
+    fn scale_mode(&self) -> &'static str {
+        self.config.scale_mode.name()
+    }
+    #[getter]
+    fn k_scale<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.scales(py, |scales| &scales.k)
+    }
+    #[getter]
+    fn v_scale<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.scales(py, |scales| &scales.v)
+    }
+    #[getter]
+    fn groups(&self) -> Vec<PyKvGroup> {
+        self.groups.clone()
+    }
+    #[getter]
+    fn bytes_per_token(&self) -> usize {
+        self.bytes_per_token
+    }
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+    #[getter]
+    fn num_free_blocks(&self, py: Python<'_>) -> PyResult<usize> {
+        self.look(py, |cache, _| Ok(cache.manager().num_free_blocks()))
+    }
+    #[getter]
+    fn threads(&self) -> PyThreads {
+        self.threads.clone()
+    }
+
+    fn __repr__(&self) -> String {
+        let spec = self.first_spec();
+        let groups = if self.groups.len() > 1 { format!(", {} groups", self.groups.len()) } else { String::new() };
+        format!(
+            "KVCache(num_layers={}, num_kv_heads={}, head_dim={}, num_blocks={}, block_size={}, dtype='{}'{groups})",
+            self.layouts.len(),
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.num_blocks,
+            self.config.block_size,
+            self.config.dtype
+        )
+    }
+}
+
+impl PyKvCache {
+    fn paged_specs(&self) -> impl Iterator<Item = &kvcore::cache::GroupSpec> {
+        self.config.groups.iter().filter(|spec| !matches!(spec.kind, GroupKind::None | GroupKind::Cross))
+    }
+
+    /// The group that the sizes of a cache with several are those of.
+    fn first_spec(&self) -> &kvcore::cache::GroupSpec {
+        self.paged_specs().next().unwrap_or(&self.config.groups[0])
+    }
+}
+
+/// More children at once are a mistake.
+const MAX_FORKS: usize = 1 << 16;
+
+/// The one group of a cache whose layers are all alike.
+fn whole(num_layers: Option<usize>, defaults: Defaults) -> PyResult<PyKvGroup> {
+    let needed = [
+        ("num_layers", num_layers),
+        ("num_kv_heads", defaults.num_kv_heads),
+        ("head_dim", defaults.head_dim),
+        ("num_blocks", defaults.num_blocks),
+    ];
+    if let Some((name, _)) = needed.iter().find(|(_, value)| value.is_none()) {
+        return Err(PyTypeError::new_err(format!("{name}: expected an integer (or groups beside it), got None")));
+    }
+    let num_layers = num_layers.unwrap_or(0);
+    if num_layers == 0 || num_layers > 1 << 16 {
+        return Err(invalid(format!("num_layers: expected 1 to {}, got {num_layers}", 1 << 16)));
+    }
+    Ok(PyKvGroup {
+        kind: "full".into(),
+        layers: (0..num_layers).collect(),
+        num_kv_heads: defaults.num_kv_heads,
+        head_dim: defaults.head_dim,
+        v_head_dim: None,
+        window: None,
+        rank: None,
+        rope_dim: None,
+        num_blocks: defaults.num_blocks,
+    })
+}
+
+/// A dtype by name, or as numpy takes it; those of ml_dtypes by their names, too.
+fn numpy_dtype<'py>(dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = dtype.py();
+    let Ok(name) = dtype.cast::<PyString>() else { return Ok(dtype.clone()) };
+    match name.to_str()? {
+        "float32" | "f32" => py.import("numpy")?.getattr("float32"),
+        "float16" | "f16" => py.import("numpy")?.getattr("float16"),
+        "bfloat16" | "bf16" => py.import("ml_dtypes")?.getattr("bfloat16"),
+        "fp8_e4m3" | "fp8" => py.import("ml_dtypes")?.getattr("float8_e4m3fn"),
+        "fp8_e5m2" => py.import("ml_dtypes")?.getattr("float8_e5m2"),
+        other => Err(invalid(format!(
+            "dtype: expected float32, float16, bfloat16, fp8_e4m3, fp8_e5m2 or a numpy dtype, got {other:?}"
+        ))),
+    }
+}

@@ -1,0 +1,225 @@
+//! The tiles of one chunk of the context, as the kernels read them.
+//!
+//! ```text
+//! K and V in a format of the kernels    the blocks' own tiles; only their addresses are gathered
+//! int4                                  each tile is expanded to bf16, in a buffer
+//! latent                                V is the first v_dim dimensions of the K rows: K tiles are turned, in a buffer
+//! ```
+//! A buffer is filled once for all queries of a row tile. Tiles that no row sees are not looked up: their blocks need
+//! not be there.
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+
+use crate::paging::BlockId;
+use crate::simd::{Format, Simd, Work};
+use crate::storage::{KvDtype, LayerView, TILE, expand_k_tile, expand_v_tile};
+
+/// Tokens of one chunk of the softmax.
+pub const CHUNK: usize = 256;
+
+/// Tiles of a chunk.
+pub const TILES: usize = CHUNK / TILE;
+
+/// What one KV head of a sequence has stored.
+#[derive(Clone, Copy)]
+pub struct Context<'a> {
+    /// The layer's K and V.
+    pub view: LayerView<'a>,
+    /// The sequence's block table.
+    pub blocks: &'a [BlockId],
+    /// The KV head.
+    pub head: usize,
+}
+
+/// Room for a chunk's tiles where those of the blocks cannot be multiplied as they are.
+pub struct Buffers<F: Format> {
+    k: Vec<F::Raw>,
+    v: Vec<F::Raw>,
+}
+
+/// The tiles of one chunk; empty where no row sees them.
+pub struct Chunk<'a, F: Format> {
+    /// `[k_dim / STEP]` steps of 16 tokens each.
+    pub k: [&'a [F::Raw]; TILES],
+    /// `[16 / STEP][padded v_dim / 16]` steps of 16 dimensions each.
+    pub v: [&'a [F::Raw]; TILES],
+    /// Scales of each token, where the cache has them.
+    pub scales: Option<TokenScales<'a>>,
+}
+
+/// What each token's stored values are multiplied by.
+pub struct TokenScales<'a> {
+    /// For K.
+    pub k: [&'a [f32; TILE]; TILES],
+    /// For V.
+    pub v: [&'a [f32; TILE]; TILES],
+}
+
+impl<'a> Context<'a> {
+    /// Steps of a K tile and of a V tile.
+    fn steps<F: Format>(&self) -> (usize, usize) {
+        let l = &self.view.layout;
+        (l.k_dim / F::STEP, TILE / F::STEP * l.width() / TILE)
+    }
+
+    fn expands(&self) -> bool {
+        self.view.layout.dtype == KvDtype::Int4
+    }
+
+    /// The block of tile `t` (16 tokens at `16 t`), and which of its tiles that is.
+    fn place(&self, t: usize) -> (BlockId, usize) {
+        let per_block = self.view.layout.block_size / TILE;
+        (self.blocks[t / per_block], t % per_block)
+    }
+
+    /// Buffers for [`Self::chunk`], empty if it needs none.
+    pub fn buffers<F: Format>(&self) -> Buffers<F> {
+        let (k, v) = self.steps::<F>();
+        let room = |steps: usize, needed: bool| match needed {
+            true => vec![bytemuck::Zeroable::zeroed(); TILES * steps],
+            false => Vec::new(),
+        };
+        Buffers { k: room(k, self.expands()), v: room(v, self.expands() || self.view.layout.latent) }
+    }
+
+    /// The tiles `tiles` of chunk `c`.
+    pub fn chunk<'b, S: Simd, F: Format>(
+        &self,
+        s: S,
+        c: usize,
+        tiles: Range<usize>,
+        buffers: &'b mut Buffers<F>,
+    ) -> Chunk<'b, F>
+    where
+        'a: 'b,
+    {
+        let (view, head) = (self.view, self.head);
+        let place = |t: usize| self.place(c * TILES + t);
+        if !buffers.v.is_empty() {
+            s.run(Fill { context: self, c, tiles: tiles.clone(), buffers });
+        }
+        let buffers: &'b Buffers<F> = buffers;
+        let (k_steps, v_steps) = self.steps::<F>();
+        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None };
+        for t in tiles {
+            let (block, tile) = place(t);
+            chunk.k[t] = match buffers.k.is_empty() {
+                true => bytemuck::cast_slice(view.k_tile(block, head, tile)),
+                false => &buffers.k[t * k_steps..][..k_steps],
+            };
+            chunk.v[t] = match buffers.v.is_empty() {
+                true => bytemuck::cast_slice(view.v_tile(block, head, tile)),
+                false => &buffers.v[t * v_steps..][..v_steps],
+            };
+            let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
+            if let (Some(k), Some(v)) = scales {
+                const ONES: &[f32; TILE] = &[1.0; TILE];
+                let scales = chunk.scales.get_or_insert(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
+                (scales.k[t], scales.v[t]) = (k, v);
+            }
+        }
+        chunk
+    }
+}
+
+/// Expand or turn the tiles of a chunk into the buffers.
+struct Fill<'a, F: Format> {
+    context: &'a Context<'a>,
+    c: usize,
+    tiles: Range<usize>,
+    buffers: &'a mut Buffers<F>,
+}
+
+impl<F: Format> Work for Fill<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Context { view, head, .. } = self.context;
+        let (k_steps, v_steps) = self.context.steps::<F>();
+        for t in self.tiles {
+            let (block, tile) = self.context.place(self.c * TILES + t);
+            let v = &mut self.buffers.v[t * v_steps..][..v_steps];
+            let k = if self.context.expands() {
+                let k = &mut self.buffers.k[t * k_steps..][..k_steps];
+                expand_k_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(k));
+                k
+            } else {
+                bytemuck::cast_slice(view.k_tile(block, *head, tile))
+            };
+            if view.layout.latent {
+                turn::<F>(k, view.layout.v_dim, v);
+            } else {
+                expand_v_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(v));
+            }
+        }
+    }
+}
+
+/// A K tile `[dims / STEP][16 tokens][STEP]` as the V tile `[16 / STEP][width][STEP]` of its first `dims` dimensions.
+#[inline(always)]
+fn turn<F: Format>(k: &[F::Raw], dims: usize, v: &mut [F::Raw]) {
+    match size_of::<F::Raw>() / TILE / F::STEP {
+        1 => turn_as::<u8>(F::STEP, bytemuck::cast_slice(k), dims, bytemuck::cast_slice_mut(v)),
+        2 => turn_as::<u16>(F::STEP, bytemuck::cast_slice(k), dims, bytemuck::cast_slice_mut(v)),
+        _ => turn_as::<u32>(F::STEP, bytemuck::cast_slice(k), dims, bytemuck::cast_slice_mut(v)),
+    }
+}
+
+#[inline(always)]
+fn turn_as<E: Copy>(step: usize, k: &[E], dims: usize, v: &mut [E]) {
+    let width = v.len() / TILE;
+    if step == 1 {
+        for (d, tokens) in k.as_chunks::<TILE>().0[..dims].iter().enumerate() {
+            for (t, &x) in tokens.iter().enumerate() {
+                v[t * width + d] = x;
+            }
+        }
+        return;
+    }
+    // Two tokens' pairs of dimensions become two dimensions' pairs of tokens.
+    for (pair, v) in v.chunks_exact_mut(2 * width).enumerate() {
+        let dims = k.as_chunks::<{ 2 * TILE }>().0[..dims / 2].iter();
+        for (k, v) in dims.zip(v.as_chunks_mut::<4>().0) {
+            let k = &k[4 * pair..4 * pair + 4];
+            *v = [k[0], k[2], k[1], k[3]];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::{Bf16, F32, Fp8E4M3};
+
+    fn check<F: Format, E: bytemuck::Pod + PartialEq + std::fmt::Debug>(dims: usize, name: impl Fn(usize, usize) -> E) {
+        let width = dims.next_multiple_of(TILE);
+        let mut k: Vec<F::Raw> = vec![bytemuck::Zeroable::zeroed(); (dims + 4) / F::STEP];
+        let mut v: Vec<F::Raw> = vec![bytemuck::Zeroable::zeroed(); TILE / F::STEP * width / TILE];
+        let values: &mut [E] = bytemuck::cast_slice_mut(&mut k);
+        for token in 0..TILE {
+            for dim in 0..dims + 4 {
+                values[(dim / F::STEP * TILE + token) * F::STEP + dim % F::STEP] = name(token, dim);
+            }
+        }
+        turn::<F>(&k, dims, &mut v);
+        let turned: &[E] = bytemuck::cast_slice(&v);
+        for token in 0..TILE {
+            for dim in 0..width {
+                let x = turned[(token / F::STEP * width + dim) * F::STEP + token % F::STEP];
+                let expected = if dim < dims { name(token, dim) } else { bytemuck::Zeroable::zeroed() };
+                assert_eq!(x, expected, "token {token} dim {dim} of {dims}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_turned_k_tile_is_a_v_tile() {
+        for dims in [2, 16, 22, 512] {
+            check::<F32, f32>(dims, |t, d| (1 + t + 16 * d) as f32);
+            check::<Bf16, u16>(dims, |t, d| (1 + t + 16 * d) as u16);
+            check::<Fp8E4M3, u8>(dims, |t, d| (1 + t + 7 * d) as u8);
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Writes K and V of planned tokens, attends with their queries, and reads back what is stored.
+#![forbid(unsafe_code)]
+
+use super::{Batch, KvCache, Place};
+use crate::attention::{self, Call, Mask, Rows};
+use crate::paging::{BlockId, SeqId};
+use crate::simd::Level;
+use crate::storage::{KvStore, Layout};
+use crate::threads::ShouldStop;
+use crate::{Error, Result};
+
+/// What a query does with what it sees.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AttendOptions {
+    /// Multiplies the scores; `None`: 1 / sqrt(head_dim). A latent layer needs it: the width of its rows says nothing
+    /// about that of the heads.
+    pub scale: Option<f32>,
+    /// Tokens that a query sees, its own among them; `None`: all that the layer keeps.
+    pub window: Option<usize>,
+}
+
+/// Dense K and V, `[tokens, KV heads, width]` each.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dense {
+    /// Position of the first token: not 0 where a sliding window has passed.
+    pub start: usize,
+    /// Tokens.
+    pub tokens: usize,
+    /// K.
+    pub k: Vec<f32>,
+    /// V.
+    pub v: Vec<f32>,
+}
+
+impl KvCache {
+    /// The shape of a layer; `None` for one that keeps nothing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a layer that is not there.
+    pub fn layout_of(&self, layer: usize) -> Result<Option<Layout>> {
+        Ok(match self.place(layer)? {
+            Place::Paged { group, .. } => Some(*self.stores[group].layout()),
+            Place::Cross { .. } => self.cross.as_ref().map(|store| *store.layout()),
+            Place::Nowhere => None,
+        })
+    }
+
+    /// Store K and V of the planned tokens in one layer: `[new tokens, KV heads, head_dim]` each, in the plan's order;
+    /// of latent layers only K, which is the whole row. May be called again for a layer until the batch is committed.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a layer or shape that does not fit, [`Error::StaleBatch`],
+    /// [`Error::InvalidState`] after the commit.
+    pub fn write(&mut self, layer: usize, batch: &mut Batch, k: &[f32], v: Option<&[f32]>) -> Result<()> {
+        let Place::Paged { group, index } = self.place(layer)? else {
+            return Err(Error::InvalidArgument(format!("write: layer {layer} keeps no K and V of new tokens")));
+        };
+        self.manager.validate(&batch.plan)?;
+        if self.manager.is_committed(&batch.plan) {
+            return Err(Error::InvalidState("write: the batch is committed, its blocks may be shared".into()));
+        }
+        let l = *self.stores[group].layout();
+        let v_width = if l.latent { None } else { Some(l.v_dim) };
+        for (name, len, width) in [("k", Some(k.len()), Some(l.k_dim)), ("v", v.map(<[f32]>::len), v_width)] {
+            let expected = width.map(|width| batch.num_tokens() * l.num_kv_heads * width);
+            if len != expected {
+                return Err(Error::InvalidArgument(match expected {
+                    None => format!("{name}: expected none in a latent layer, whose rows are K and V at once"),
+                    Some(_) => format!(
+                        "{name}: expected {} new tokens x {} KV heads x {} dimensions, got {} values",
+                        batch.num_tokens(),
+                        l.num_kv_heads,
+                        width.unwrap_or(0),
+                        len.unwrap_or(0)
+                    ),
+                }));
+            }
+        }
+        let slots = batch.plan.rows.iter().flat_map(|row| {
+            let table = &row.tables[group];
+            (row.start..row.start + row.len).map(|p| (table[p / l.block_size], p % l.block_size))
+        });
+        self.stores[group].write(self.level, index, slots, k, v);
+        batch.written[layer] = true;
+        Ok(())
+    }
+
+    /// Attend with the planned tokens' queries in one layer: `q` is `[new tokens, q heads, head_dim]` and `out` as many
+    /// rows of V's width. A row sees its own token and what its layer keeps before it; in a cross layer the whole
+    /// encoder's memory.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for what does not fit, [`Error::StaleBatch`], [`Error::InvalidState`] if the layer
+    /// is not written, [`Error::Interrupted`].
+    #[expect(clippy::too_many_arguments, reason = "the call that everything else exists for")]
+    pub fn attend(
+        &self,
+        layer: usize,
+        batch: &Batch,
+        num_q_heads: usize,
+        options: AttendOptions,
+        q: &[f32],
+        out: &mut [f32],
+        should_stop: ShouldStop<'_>,
+    ) -> Result<()> {
+        let place = self.place(layer)?;
+        self.manager.validate(&batch.plan)?;
+        if options.window == Some(0) {
+            return Err(Error::InvalidArgument("window: expected at least 1, got 0".into()));
+        }
+        let (store, index, rows) = match place {
+            Place::Nowhere => {
+                return Err(Error::InvalidArgument(format!(
+                    "attend: layer {layer} is of kind none: it keeps no K and V"
+                )));
+            }
+            Place::Paged { group, index } => {
+                if !batch.written[layer] {
+                    return Err(Error::InvalidState(format!(
+                        "attend: layer {layer} of this batch is not written; call write({layer}, batch, k, v) first"
+                    )));
+                }
+                let own = self.paged_groups().nth(group).and_then(|spec| spec.kind.window());
+                let mask = match own.into_iter().chain(options.window).min() {
+                    None => Mask::Causal,
+                    Some(window) => Mask::Window(window),
+                };
+                let rows = batch.plan.rows.iter();
+                let rows = rows.map(|r| Rows { blocks: &r.tables[group], start: r.start, len: r.len, mask }).collect();
+                (&self.stores[group], index, rows)
+            }
+            Place::Cross { index } => {
+                if options.window.is_some() {
+                    return Err(Error::InvalidArgument(format!(
+                        "window: expected none in layer {layer}, which is of kind cross: every query sees all of it"
+                    )));
+                }
+                let Some(store) = &self.cross else { return Err(missing(layer)) };
+                (store, index, self.cross_rows(layer, index, batch)?)
+            }
+        };
+        let layout = store.layout();
+        let scale = match options.scale {
+            Some(scale) => scale,
+            None if layout.latent => {
+                return Err(Error::InvalidArgument(
+                    "scale: a latent layer needs it (1 / sqrt of the width of an expanded head), got none".into(),
+                ));
+            }
+            None => (layout.k_dim as f32).sqrt().recip(),
+        };
+        let call = Call { view: store.layer(index), rows: &rows, num_q_heads, scale, q };
+        attention::attend(self.level, &self.threads, &call, out, should_stop)
+    }
+
+    fn cross_rows<'a>(&self, layer: usize, index: usize, batch: &'a Batch) -> Result<Vec<Rows<'a>>> {
+        let written = |row: &crate::paging::BatchSeq| {
+            row.cross.first().is_some_and(|&first| self.cross_written.has(first, index))
+        };
+        if let Some(at) = batch.plan.rows.iter().position(|row| !written(row)) {
+            return Err(Error::InvalidState(format!(
+                "attend: layer {layer} of the batch's sequence {at} has no encoder memory; call write_cross({layer}, \
+                 seq, k, v) before the plan"
+            )));
+        }
+        let rows = batch.plan.rows.iter().map(|row| Rows {
+            blocks: &row.cross,
+            start: row.start,
+            len: row.len,
+            mask: Mask::Cross { tokens: row.cross_tokens },
+        });
+        Ok(rows.collect())
+    }
+
+    /// Dense copies of a sequence's stored K and V in one layer. In a latent layer V is the first part of K's rows.
+    ///
+    /// # Errors
+    /// [`Error::InvalidHandle`], [`Error::InvalidArgument`] for a layer that is not there or keeps nothing,
+    /// [`Error::InvalidState`] for a cross layer that is not written.
+    pub fn read(&self, layer: usize, seq: SeqId) -> Result<Dense> {
+        let tokens = self.manager.num_computed_tokens(seq)?;
+        match self.place(layer)? {
+            Place::Nowhere => Err(Error::InvalidArgument(format!("read: layer {layer} is of kind none"))),
+            Place::Paged { group, index } => {
+                let table = self.manager.block_table(seq, group)?;
+                let returned = table.iter().take_while(|&&block| block == BlockId::NONE).count();
+                let start = (returned * self.config.block_size).min(tokens);
+                Ok(dense(self.level, &self.stores[group], index, &table[returned..], start, tokens - start))
+            }
+            Place::Cross { index } => {
+                let Some(store) = &self.cross else { return Err(missing(layer)) };
+                let (blocks, tokens) = self.manager.cross(seq)?;
+                if !blocks.first().is_some_and(|&first| self.cross_written.has(first, index)) {
+                    return Err(Error::InvalidState(format!("read: layer {layer} of this sequence is not written")));
+                }
+                Ok(dense(self.level, store, index, blocks, 0, tokens))
+            }
+        }
+    }
+}
+
+fn dense(level: Level, store: &KvStore, index: usize, blocks: &[BlockId], start: usize, tokens: usize) -> Dense {
+    let (k, v) = store.read(level, index, blocks, tokens);
+    Dense { start, tokens, k, v }
+}
+
+pub(super) fn missing(layer: usize) -> Error {
+    Error::InvalidState(format!("layer {layer} is of a group that this cache does not have"))
+}

@@ -1,0 +1,139 @@
+//! What happened to blocks since somebody last asked, for routers and monitors.
+//!
+//! A ring of bounded length: the oldest events give way, and how many did is told.
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+
+use super::block::BlockId;
+
+/// Why a block can no longer be found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Cause {
+    /// Its space, or that of a block before it, was needed.
+    Lru,
+    /// Its time to live, or that of a block before it, was over.
+    Expired,
+    /// The prefix cache was reset.
+    Reset,
+    /// Another block holds the same tokens and more, or its own holder went back and wrote other tokens.
+    Replaced,
+    /// It went to the second tier; a prompt that begins with it brings it back.
+    Spilled,
+    /// The caller could not read or write it.
+    Failed,
+}
+
+impl Cause {
+    /// `lru`, `expired`, `reset`, `replaced`, `spilled` or `failed`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Expired => "expired",
+            Self::Reset => "reset",
+            Self::Replaced => "replaced",
+            Self::Spilled => "spilled",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// One thing that happened to one block of one group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// The block can be found. A block that is found with few tokens is stored a second time when it is full.
+    Stored {
+        /// The block.
+        block: BlockId,
+        /// Its group.
+        group: usize,
+        /// Chained hash of its tokens and all before them, and of the key.
+        hash: u128,
+        /// The same of the block before it, or of the key alone.
+        parent_hash: u128,
+        /// Tokens in it.
+        num_tokens: usize,
+    },
+    /// The block can no longer be found.
+    Removed {
+        /// The block. [`BlockId::NONE`] for a block that was in the second tier.
+        block: BlockId,
+        /// Its group.
+        group: usize,
+        /// Chained hash of its tokens when it went.
+        hash: u128,
+        /// Why.
+        cause: Cause,
+    },
+    /// A sequence was about to write into a block that others can read.
+    Copied {
+        /// The group of both.
+        group: usize,
+        /// The block that is shared.
+        src: BlockId,
+        /// The sequence's own from now on.
+        dst: BlockId,
+    },
+}
+
+/// Events in their order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Events {
+    /// The newest of them.
+    pub list: Vec<Event>,
+    /// Older ones that found no room.
+    pub dropped: u64,
+}
+
+/// The ring.
+#[derive(Debug)]
+pub(super) struct EventLog {
+    ring: VecDeque<Event>,
+    max: usize,
+    dropped: u64,
+}
+
+impl EventLog {
+    pub fn new(max: usize) -> Self {
+        Self { ring: VecDeque::new(), max, dropped: 0 }
+    }
+
+    /// Whether anybody will hear of it.
+    pub fn is_on(&self) -> bool {
+        self.max > 0
+    }
+
+    pub fn push(&mut self, event: Event) {
+        if self.max == 0 {
+            return;
+        }
+        if self.ring.len() == self.max {
+            self.ring.pop_front();
+            self.dropped += 1;
+        }
+        self.ring.push_back(event);
+    }
+
+    pub fn take(&mut self) -> Events {
+        Events { list: self.ring.drain(..).collect(), dropped: std::mem::take(&mut self.dropped) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_give_way_and_are_counted() {
+        let event = |block| Event::Copied { group: 0, src: BlockId::new(block), dst: BlockId::NONE };
+        let mut log = EventLog::new(2);
+        (0..5).for_each(|block| log.push(event(block)));
+        assert_eq!(log.take(), Events { list: vec![event(3), event(4)], dropped: 3 });
+        assert_eq!(log.take(), Events::default());
+        let mut off = EventLog::new(0);
+        off.push(event(1));
+        assert_eq!((off.is_on(), off.take()), (false, Events::default()));
+    }
+}
