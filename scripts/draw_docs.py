@@ -150,12 +150,10 @@ class Story:
                 state[block] = ([*holders, name], max(filled, min(computed - i * self.SIZE, self.SIZE)))
         return state
 
-    def findable(self, tokens: list[int]) -> set[int]:
-        """The blocks that a prompt with these tokens would find."""
-        probe = self.cache.add(tokens)
-        blocks = set(self.cache.block_table(probe))
-        self.cache.free(probe)
-        return blocks
+    def cached(self) -> dict[int, int]:
+        """The blocks that are held by none and can be found, and how many tokens each has."""
+        group = self.cache.snapshot()["groups"][0]
+        return {i: int(group["filled"][i]) for i, state in enumerate(group["state"]) if state == 2}
 
 
 def draw_block_tables() -> str:
@@ -192,16 +190,16 @@ def draw_block_tables() -> str:
             canvas.text(x + 148, top + 18, f"{cache.num_computed_tokens(seq)} tokens", 11, SOFT)
         if not live:
             canvas.text(x + 14, y + 84, "no sequences", 13, SOFT)
-        findable = story.findable([*front, 0])
+        cached = story.cached()
         state = story.blocks()
         for block, (holders, filled) in enumerate(state):
             left, top = x + 210 + 62 * (block % 4), y + 60 + 64 * (block // 4)
             if holders:
                 for i, name in enumerate(holders):
                     canvas.rect(left + 54 * i / len(holders), top, 54 / len(holders), 56, HOLDERS[name])
-            elif block in findable:
+            elif block in cached:
                 canvas.rect(left, top, 54, 56, CACHED)
-                filled = story.SIZE
+                filled = cached[block]
             canvas.rect(left, top, 54, 56, "none", INK if filled else LINE, dash="" if filled else "4 3")
             canvas.text(left + 27, top + 25, str(block), 16, INK if filled else SOFT, "middle", "bold")
             canvas.text(
@@ -209,9 +207,9 @@ def draw_block_tables() -> str:
             )
         stats = cache.stats()
         held = sum(bool(holders) for holders, _ in state)
-        assert (held, len(findable) if not live else stats["cached"]) == (stats["used"], stats["cached"])
+        assert (held, len(cached)) == (stats["used"], stats["cached"])
 
-    def cached(name: str) -> int:
+    def found(name: str) -> int:
         return live[name].num_cached_tokens
 
     live["A"] = cache.add([*front, *range(8)])
@@ -219,7 +217,7 @@ def draw_block_tables() -> str:
     panel("1. A: a prompt of 40 tokens", "three blocks, taken as they are needed")
     live["B"] = cache.add([*front, *range(50, 57)])
     story.compute("B")
-    panel("2. B: the same first 32 tokens, then 7 others", f"{cached('B')} tokens found in the cache, 7 computed")
+    panel("2. B: the same first 32 tokens, then 7 others", f"{found('B')} tokens found in the cache, 7 computed")
     live["C"] = cache.fork(live["A"])
     panel("3. C: a fork of A", "C points at the blocks of A; nothing is copied")
     copies = cache.stats()["copies"]
@@ -232,10 +230,10 @@ def draw_block_tables() -> str:
         f"copies before the write: {copies}; the last holder writes in place",
     )
     cache.free(live.pop("A"))
-    panel("5. A ends", "the block that only A held is free; B and C keep the front")
+    panel("5. A ends", "the block that only A held stays findable; B and C keep the front")
     cache.free(live.pop("B"))
     cache.free(live.pop("C"))
-    panel("6. B and C end", "full blocks stay findable until their space is needed")
+    panel("6. B and C end", "all stays findable until it expires or its space is needed")
     return canvas.finish()
 
 
@@ -477,38 +475,9 @@ def take_snapshot() -> Any:
     return cache.snapshot()
 
 
-# SWITCH: goes, with the choice in draw_block_map, when KVCache has snapshot(). It is what take_snapshot should give.
-HAND_MADE: dict[str, Any] = {
-    "block_size": 16,
-    "groups": [
-        {
-            "kind": "full", "layers": [0], "num_blocks": 40, "window": None,
-            "refs": [0, 0, 0, 0, 3, 3, 2, 2, 1, 1, 1, 1] + [0] * 28,
-            "filled": [16, 16, 16, 12, 16, 16, 16, 16, 8, 16, 8, 10] + [0] * 28,
-            "state": [3, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1] + [0] * 28,
-        },
-        {
-            "kind": "sliding_window", "layers": [1], "num_blocks": 12, "window": 32,
-            "refs": [0, 0, 0, 2, 2, 1, 1, 1, 1, 0, 0, 0],
-            "filled": [16, 16, 12, 16, 16, 8, 16, 8, 10, 0, 0, 0],
-            "state": [3, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-        },
-    ],
-    "sequences": [
-        {"id": 1, "num_tokens": 73, "num_computed": 72, "num_cached": 0, "cross": [],
-         "tables": [[4, 5, 6, 7, 8], [-1, -1, 3, 4, 5]]},
-        {"id": 2, "num_tokens": 56, "num_computed": 56, "num_cached": 36, "cross": [],
-         "tables": [[4, 5, 9, 10], [-1, -1, 6, 7]]},
-        {"id": 3, "num_tokens": 74, "num_computed": 74, "num_cached": 0, "cross": [],
-         "tables": [[4, 5, 6, 7, 11], [-1, -1, 3, 4, 8]]},
-    ],
-    "copies": [[0, 6, 9], [0, 8, 11], [1, 5, 8]],
-}  # fmt: skip
-
-
 def draw_block_map() -> str:
     """A cache of two groups."""
-    return block_map(take_snapshot() if hasattr(KVCache, "snapshot") else HAND_MADE).svg
+    return block_map(take_snapshot()).svg
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -32,16 +32,6 @@ SECONDS = 300
 GOES_ON_FROM = {"cache.md": "Quickstart"}
 """Pages on which every section goes on from the first one."""
 
-# PENDING: sections about what KVCache does not do yet. Whatever passes must leave this set; in the end the set goes.
-PENDING = {
-    ("cache.md", title)
-    for title in (
-        "Sharing to the token", "Keys: who may share", "How long prefixes stay", "Fork, reorder, truncate",
-        "Layers of different kinds", "Number formats and scales", "Saving and loading", "A second tier on disk",
-        "Looking inside",
-    )
-}  # fmt: skip
-
 
 @dataclass
 class Block:
@@ -99,7 +89,6 @@ def cases(kind: str) -> list[Any]:
             id=f"{section.page}: {section.title}",
             marks=[
                 *([pytest.mark.model] if section.needs_model(kind) else []),
-                *([pytest.mark.xfail(strict=True)] if (section.page, section.title) in PENDING else []),
             ],
         )
         for section in found

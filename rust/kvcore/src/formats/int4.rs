@@ -8,9 +8,10 @@
 //! value   = bf16(minimum + code * scale)
 //! ```
 //! `f16` and `bf16` round to the nearest, ties to even. A group is [`K_GROUP`] or [`V_GROUP`] neighbouring dimensions; the
-//! last one of a head may be smaller. docs/quality.md says why K has smaller ones. Scale and minimum are rounded first and the codes fitted to what they became. A code has 4 bits
-//! and a scale 11, so that the product is exact in f32 and the sum rounds once: fused or not, on every CPU. Values are
-//! bf16 because attention expands a tile to bf16 before it multiplies.
+//! last one of a head may be smaller. A few dimensions of K are much larger than the others: they set the step of all that
+//! share their group, so K has smaller groups. Scale and minimum are rounded first and the codes fitted to what they
+//! became. A code has 4 bits and a scale 11, so that the product is exact in f32 and the sum rounds once: fused or not, on
+//! every CPU. Values are bf16 because attention expands a tile to bf16 before it multiplies.
 //!
 //! A group that has a NaN has a NaN as its minimum, and all its values are NaN.
 #![forbid(unsafe_code)]
