@@ -8,6 +8,7 @@ mod options;
 mod report;
 mod view;
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
@@ -97,9 +98,15 @@ impl PyKvCache {
         })
     }
 
-    /// What the caller's clock says; None for the system's.
+    /// What the caller's clock says; None for the system's, and where the clock itself uses the cache.
     fn now(&self, py: Python<'_>) -> PyResult<Option<Duration>> {
-        self.clock.as_ref().map(|clock| seconds("clock()", clock.call0(py)?.bind(py))).transpose()
+        let Some(clock) = &self.clock else { return Ok(None) };
+        if ASKING.replace(true) {
+            return Ok(None);
+        }
+        let said = clock.call0(py);
+        ASKING.set(false);
+        seconds("clock()", said?.bind(py)).map(Some)
     }
 
     fn layout(&self, layer: usize) -> PyResult<&Layout> {
@@ -152,6 +159,11 @@ impl PyKvCache {
             rows.into_iter().map(|row| row.into_iter().chain(std::iter::repeat(1.0)).take(heads).collect()).collect();
         Ok(PyArray2::from_vec2(py, &padded)?.into_any())
     }
+}
+
+thread_local! {
+    /// Whether this thread is asking a caller's clock.
+    static ASKING: Cell<bool> = const { Cell::new(false) };
 }
 
 fn tell(cache: &mut KvCache, now: Option<Duration>) {

@@ -15,8 +15,7 @@ impl BlockManager {
 
     /// Whether what a sequence computes may be found by others. Errors: `InvalidHandle`.
     pub fn is_shared(&self, seq: SeqId) -> Result<bool> {
-        let sequence = self.sequences.get(seq)?;
-        Ok(sequence.use_prefix && sequence.era == self.era)
+        Ok(self.sequences.get(seq)?.use_prefix)
     }
 
     /// Returns the blocks of a window's group before entry `until` of the block table, which hold nothing that a query to
