@@ -60,10 +60,12 @@ def rounded(x: npt.ArrayLike, dtype: str, scale: float = 1.0) -> Floats:
     with np.errstate(all="ignore"):
         if dtype == "float32":
             return x.copy()
-        if dtype == "float16":
-            return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float32)
-        if dtype == "bfloat16":
-            return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        if dtype in ("float16", "bfloat16"):
+            kind: Any = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+            y = x.astype(kind).astype(np.float32)
+            # Finite values saturate, infinities stay.
+            largest = np.float32(ml_dtypes.finfo(kind).max)
+            return np.where(np.isinf(y) & np.isfinite(x), np.copysign(largest, x), y)
         assert dtype == "fp8_e4m3"
         quotient = np.clip(x / np.float32(scale), -448, 448)
         return quotient.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(scale)

@@ -540,15 +540,16 @@ SPEC: Any = SimpleNamespace(
 
 
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = 16 * 128 * 1024  # Llama 3 8B in 16 bits: 128 KiB a token
+    token = 128 * 1024  # Llama 3 8B in 16 bits
+    block = 16 * token
 
-    def blocks(spec: Any = SPEC, kv_dtype: str = "bfloat16", *, available: int = 1 << 40, **options: Any) -> int:
+    def blocks(spec: Any = SPEC, per_token: int = token, *, available: int = 1 << 40, **options: Any) -> int:
         monkeypatch.setattr(loading, "available_memory", lambda: available)
-        return loading.num_blocks(spec, kv_dtype, Options(**options))
+        return loading.num_blocks(spec, per_token, Options(**options))
 
     assert blocks(num_kv_blocks=7) == 7
     assert blocks(kv_cache_memory=10 * block + 1) == 10
-    assert blocks(kv_dtype="fp8_e4m3", kv_cache_memory=10 * block) == 20
+    assert blocks(per_token=token // 2, kv_cache_memory=10 * block) == 20
     with pytest.raises(InvalidArgument, match=f"at least {block} bytes"):
         blocks(kv_cache_memory=block - 1)
     assert blocks(max_num_seqs=2) == 2 * 512

@@ -97,15 +97,13 @@ BAD_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
         for value in ("", "float64", "FLOAT32", "auto ", "\0")
     ),
     ("quantization", "int4", InvalidArgument, "not supported yet"),
-    *(
-        ("kv_cache_dtype", value, InvalidArgument, f"{value}'.* not supported yet")
-        for value in ("fp8_e5m2", "int8", "int4")
-    ),
+    *(("kv_cache_scale_mode", value, InvalidArgument, "expected one of auto, static") for value in ("", "dynamic")),
+    ("kv_cache_scale_mode", 1, TypeError, "string"),
     ("block_size", 8, InvalidArgument, "a multiple of 16, got 8"),
     ("block_size", 17, InvalidArgument, "a multiple of 16, got 17"),
     ("block_size", 16 * 1000, InvalidArgument, "16000"),
     ("block_size", 2**70, InvalidArgument, str(2**70)),
-    *(("num_kv_blocks", value, InvalidArgument, f"at most 4294967294, got {value}") for value in (2**32, 2**62, 2**70)),
+    *(("num_kv_blocks", value, InvalidArgument, f"at most 2147483647, got {value}") for value in (2**32, 2**62, 2**70)),
     ("kv_cache_memory", 100, InvalidArgument, r"at least \d+ bytes \(one block\), got 100"),
     *(("kv_cache_memory", value, InvalidArgument, f"at most .* got {value}") for value in (2**60, 2**63, 2**90)),
     ("max_model_len", 257, InvalidArgument, r"at most 256 .*got 257"),

@@ -36,7 +36,7 @@ SCALE_MODES = ("auto", "static", "per_token_head")
 _DEFAULT_KV_MEMORY = 4 << 30
 
 # What the native core takes. Checked here, so that errors speak of the option, and none is too large to be passed on.
-_MAX_BLOCKS = 2**32 - 2
+_MAX_BLOCKS = 2**31 - 1
 _MAX_BLOCK_SIZE = 1024
 _MAX_THREADS = 1024
 
