@@ -132,7 +132,8 @@ class Soak:
                 continue
             if self.random.random() < 0.3:
                 q = np.ones((total, layer.heads * Q_HEADS, layer.k_dim), np.float32)
-                if not np.isfinite(cache.attend(i, batch, q)).all():
+                scale = layer.k_dim**-0.5 if layer.kind == "latent" else None
+                if not np.isfinite(cache.attend(i, batch, q, scale)).all():
                     raise AssertionError(f"layer {i}: attention is not finite")
         cache.commit(batch)
 
