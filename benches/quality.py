@@ -38,7 +38,7 @@ from publictext import NoTextError, find_text
 Floats = npt.NDArray[np.float32]
 Show = Callable[[str, int], None]
 
-_ROWS = 64
+_ROWS = 32
 """Rows of logits that are worked on at once."""
 
 _CALIBRATION_PIECES = 4
@@ -101,6 +101,13 @@ class Score:
             self.total += float(distance.sum(dtype=np.float64))
             self.count += distance.size
 
+    def extend(self, other: Score) -> None:
+        """Take the counts of other rows in."""
+        self.surprises += other.surprises
+        self.largest = float(np.maximum(self.largest, other.largest))
+        self.total += other.total
+        self.count += other.count
+
     @property
     def tokens(self) -> npt.NDArray[np.float64]:
         """The surprise of every token, in nats."""
@@ -112,6 +119,7 @@ class Row:
     """One line of the table. ``change`` and ``uncertainty`` are in percent of bfloat16's perplexity."""
 
     format: str
+    tokens: int
     bytes_per_token: int
     perplexity: float
     change: float | None
@@ -121,13 +129,17 @@ class Row:
 
 
 def surprises(logits: Floats, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """-log softmax(row i)[targets[i]] for each target, in float64: logits [rows, vocab], the result [targets]."""
+    """-log softmax(row i)[targets[i]] for each target, float64 [targets]: logits [rows, vocab].
+
+    The terms of the softmax's sum are float32 (each within 1e-7 of itself), the sum is float64.
+    """
     result = np.empty(len(targets))
     for start in range(0, len(targets), _ROWS):
         ids = targets[start : start + _ROWS]
-        rows = logits[start : start + len(ids)].astype(np.float64)
-        rows -= rows.max(axis=1, keepdims=True)
-        result[start : start + len(ids)] = np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(ids)), ids]
+        rows = logits[start : start + len(ids)]
+        largest = rows.max(axis=1, keepdims=True)
+        chosen = rows[np.arange(len(ids)), ids].astype(np.float64) - largest[:, 0]
+        result[start : start + len(ids)] = np.log(np.exp(rows - largest).sum(axis=1, dtype=np.float64)) - chosen
     return result
 
 
@@ -137,8 +149,12 @@ def perplexity(tokens: npt.NDArray[np.float64]) -> float:
 
 
 def compare(tokens: npt.NDArray[np.float64], base: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """How much larger a perplexity is than the base's over the same tokens, and the standard error, in percent."""
-    difference = tokens - base
+    """How much larger a perplexity is than the base's over the same tokens, and the standard error, in percent.
+
+    Should one have gone further than the other, the tokens that both have count.
+    """
+    both = min(len(tokens), len(base))
+    difference = tokens[:both] - base[:both]
     ratio = math.exp(difference.mean())
     return 100 * (ratio - 1), 100 * ratio * float(difference.std()) / math.sqrt(len(difference))
 
@@ -197,8 +213,9 @@ class Measurement:
     def run(self, formats: Sequence[Format], together: int = 4, show: Show = lambda name, tokens: None) -> None:
         """Fill ``rows`` and ``notes``, ``together`` formats at a time.
 
-        bfloat16 is among the first, as all are compared with it. An interrupt leaves the rows that are complete.
+        bfloat16 is among the first, as all are compared with it. An interrupt leaves rows of the windows done so far.
         """
+        order = {form.name: i for i, form in enumerate(formats)}
         queue = sorted(formats, key=lambda form: form is not BASE)
         for start in range(0, len(queue), together):
             with ExitStack() as stack:
@@ -209,9 +226,10 @@ class Measurement:
                     except LacksFormatError as error:
                         self.notes.append(f"{form.name}: left out: {error}")
                         show(form.name, self.num_tokens)
-                self._measure(models, show)
-        order = {form.name: i for i, form in enumerate(formats)}
-        self.rows.sort(key=lambda row: order[row.format])
+                try:
+                    self._measure(models, show)
+                finally:
+                    self.rows.sort(key=lambda row: order[row.format])
 
     @contextmanager
     def _opened(self, form: Format) -> Iterator[LLM]:
@@ -233,21 +251,30 @@ class Measurement:
 
     def _measure(self, models: Sequence[tuple[Format, LLM]], show: Show) -> None:
         scores = [Score() for _ in models]
-        for start, n in self.windows if models else ():
-            inputs, targets = self._ids[start : start + n], self._ids[start + 1 : start + n + 1]
-            expected = self._reference.logits(inputs)
+        try:
+            for start, n in self.windows if models else ():
+                inputs, targets = self._ids[start : start + n], self._ids[start + 1 : start + n + 1]
+                expected = self._reference.logits(inputs)
+                parts = [Score() for _ in models]
+                for (form, llm), part in zip(models, parts, strict=True):
+                    part.add(expected if llm is self._reference else llm.logits(inputs), expected, targets)
+                    show(form.name, n)
+                for score, part in zip(scores, parts, strict=True):  # none has a window that others lack
+                    score.extend(part)
+        finally:
             for (form, llm), score in zip(models, scores, strict=True):
-                score.add(expected if llm is self._reference else llm.logits(inputs), expected, targets)
-                show(form.name, n)
-        for (form, llm), score in zip(models, scores, strict=True):
-            if form is BASE:
-                self._base = score.tokens
-            self.rows.append(self._row(form, llm, score))
+                if form is BASE and score.count > 0:
+                    self._base = score.tokens
+                if score.count > 0:
+                    self.rows.append(self._row(form, llm, score))
 
     def _row(self, form: Format, llm: LLM, score: Score) -> Row:
         change, uncertainty = (None, None) if self._base is None else compare(score.tokens, self._base)
+        if len(score.tokens) < self.num_tokens:
+            self.notes.append(f"{form.name}: ended after {len(score.tokens):,} tokens")
         return Row(
             format=form.name,
+            tokens=len(score.tokens),
             bytes_per_token=llm.cache.bytes_per_token,
             perplexity=perplexity(score.tokens),
             change=change,
@@ -385,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with progress_bar(measured.num_tokens * len(args.formats)) as show:
                 measured.run(args.formats, args.together, show)
     except KeyboardInterrupt:
-        print("interrupted: what is printed was done by then", file=sys.stderr)
+        print("interrupted: the table has what was done by then", file=sys.stderr)
         status = 130
     except (NoTextError, KvcoreError) as error:
         print(f"quality: {error}", file=sys.stderr)

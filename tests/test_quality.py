@@ -204,6 +204,38 @@ def test_formats_of_a_random_model(together: int) -> None:
     assert reference.perplexity == pytest.approx(math.exp(total / 120), rel=1e-6)
 
 
+@pytest.mark.parametrize("together", [1, 3])
+def test_an_interrupt_leaves_whole_windows(together: int) -> None:
+    """The fourth call of fp8's logits is interrupted, in the fourth of five windows."""
+    ids = np.random.default_rng(1).integers(0, 96, 400).tolist()
+    calls = 0
+
+    def interrupted(**options: Any) -> LLM:
+        llm = tiny(**options)
+        if options == FP8.options:
+            compute = llm.logits
+
+            def logits(token_ids: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == 4:
+                    raise KeyboardInterrupt
+                return compute(token_ids)
+
+            llm.logits = logits  # type: ignore[method-assign]
+        return llm
+
+    with tiny(**quality.REFERENCE.options) as reference:
+        measured = quality.Measurement(interrupted, reference, ids, 240, 48)
+        with pytest.raises(KeyboardInterrupt):
+            measured.run([quality.REFERENCE, FP8, quality.BASE], together)
+    rows = {row.format: row for row in measured.rows}
+    assert list(rows) == ["float32", FP8.name, "bfloat16"]
+    assert rows[FP8.name].tokens == 144
+    assert rows["bfloat16"].tokens == rows["float32"].tokens == (240 if together == 1 else 144)
+    assert f"{FP8.name}: ended after 144 tokens" in measured.notes
+
+
 def test_formats_that_the_build_lacks_are_left_out() -> None:
     unknown = quality.Format("int3", "int3")
     option = quality.Format("fp8, somehow", "fp8_e4m3", "somehow")
