@@ -178,14 +178,6 @@ impl Blocks {
         self.tell_stored(node, group);
     }
 
-    /// Takes the block out of a node whose tokens another block has, too.
-    pub fn displace(&mut self, node: u32, group: usize) {
-        let Self { groups, index, events, .. } = self;
-        let (place, hash) = (index.place(node, group), index.hash_of(node));
-        index.set_place(node, group, Place::Nowhere);
-        vacate(&mut groups[group], events, group, place, hash, Cause::Replaced);
-    }
-
     /// Notes that a block can be found.
     pub fn tell_stored(&mut self, node: u32, group: usize) {
         let Self { index, events, .. } = self;

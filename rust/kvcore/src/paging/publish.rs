@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use super::block::{BlockId, NIL};
 use super::blocks::Blocks;
-use super::events::{Cause, Event};
+use super::events::Cause;
 use super::prefix::Link;
 use super::retention::ClassId;
 use super::sequence::{Sequence, Table};
@@ -138,11 +138,9 @@ impl Blocks {
         }
         for group in 0..sequence.tables.len() {
             if let Place::Block(block) = self.index.place(own, group) {
-                if let Place::Block(_) = self.index.place(found, group) {
-                    self.displace(found, group);
+                if let Place::Block(other) = self.index.place(found, group) {
+                    self.groups[group].pool.set_node(other, None);
                 }
-                let hash = self.index.hash_of(own);
-                self.events.push(Event::Removed { block, group, hash, cause: Cause::Replaced });
                 self.index.set_place(own, group, Place::Nowhere);
                 self.set_block(found, group, block);
             }
