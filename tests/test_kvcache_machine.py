@@ -378,8 +378,10 @@ class KVCacheMachine(RuleBasedStateMachine):
             # It grows, unless another block has these tokens and it was kept for a pin only.
             if last is not None and self.publishes(seq) and self.index.longest(seq.key, seq.tokens[:end]) < end:
                 last.tokens = tuple(seq.tokens[:end])
+        # Only now: of two branches in one commit the longer may have replaced the shorter.
+        for seq, start, n in items:
             if self.publishes(seq):
-                assert self.index.longest(seq.key, seq.tokens[:end]) == end
+                assert self.index.longest(seq.key, seq.tokens[: start + n]) == start + n
 
     def publishes(self, seq: Live) -> bool:
         return seq.shares and seq.era == self.era
@@ -716,8 +718,6 @@ class KVCacheMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-# Open: the model and stats() disagree about pinned blocks after a pin, a free and an equal prompt.
-@pytest.mark.xfail(strict=False, reason="open: counts of pinned blocks")
 class TestKVCacheMachine(KVCacheMachine.TestCase):
     # With the machine of all groups more than 10,000 steps.
     settings = settings(max_examples=4 * settings.default.max_examples,
