@@ -448,8 +448,10 @@ class KVGroupsMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.cache.reset_prefix_cache()
         # A pin keeps whole blocks: what others published in them stays, too.
-        self.published = [(p.key, tokens[: -(-len(p.tokens) // B) * B]) for p in self.pins
-                          for key, tokens in self.published if key == p.key and common(tokens, p.tokens)]  # fmt: skip
+        kept = [(p.key, tuple(tokens[: -(-len(p.tokens) // B) * B])) for p in self.pins
+                for key, tokens in self.published if key == p.key and common(tokens, p.tokens)]  # fmt: skip
+        # Each once: several pins keep the same, and every reset would multiply them.
+        self.published = [(key, list(tokens)) for key, tokens in dict.fromkeys(kept)]
         self.era += 1
         self.forgot = self.forgot or bool(self.pins)
         self.sync()

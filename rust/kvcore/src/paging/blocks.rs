@@ -178,6 +178,16 @@ impl Blocks {
         self.tell_stored(node, group);
     }
 
+    /// Takes a block out of a node to which another block with the same tokens comes.
+    pub fn displace(&mut self, node: u32, group: usize) {
+        let Self { groups, index, events, .. } = self;
+        if let place @ Place::Block(_) = index.place(node, group) {
+            index.set_place(node, group, Place::Nowhere);
+            let hash = if events.is_on() { index.hash_of(node) } else { 0 };
+            vacate(&mut groups[group], events, group, place, hash, Cause::Replaced);
+        }
+    }
+
     /// Notes that a block can be found.
     pub fn tell_stored(&mut self, node: u32, group: usize) {
         let Self { index, events, .. } = self;

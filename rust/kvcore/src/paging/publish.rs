@@ -138,9 +138,7 @@ impl Blocks {
         }
         for group in 0..sequence.tables.len() {
             if let Place::Block(block) = self.index.place(own, group) {
-                if let Place::Block(other) = self.index.place(found, group) {
-                    self.groups[group].pool.set_node(other, None);
-                }
+                self.displace(found, group);
                 self.index.set_place(own, group, Place::Nowhere);
                 self.set_block(found, group, block);
             }
