@@ -147,12 +147,6 @@ class Index:
         tokens = tuple(tokens)
         return max((common(e.tokens, tokens) for e in self.entries.values() if e.key == key), default=0)
 
-    def forget(self, key: Key, tokens: list[int]) -> None:
-        """A prefix is in one block only: no event tells that a pinned block has taken the place of another."""
-        gone = [b for b, e in self.entries.items() if e.key == key and e.tokens == tuple(tokens)]
-        for block in gone:
-            del self.entries[block]
-
     def ancestry(self, block: int) -> list[int]:
         """A block and all before it."""
         of = self.entries[block]

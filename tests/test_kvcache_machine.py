@@ -169,7 +169,6 @@ class KVCacheMachine(RuleBasedStateMachine):
                 seq, end = next((seq, at * size + n) for seq, at in holders[event["block"]]
                                 if seq.computed >= at * size + n)  # fmt: skip
                 tokens = seq.tokens[:end]
-                self.index.forget(seq.key, tokens)
                 self.index.entries[event["block"]] = Entry(seq.key, tuple(tokens), seq.ttl)
             else:
                 self.removed(event, known)

@@ -89,11 +89,12 @@ impl KvCache {
     /// [`Error::Checkpoint`] if the spill file cannot be made.
     pub fn new(config: CacheConfig, spill_dir: Option<&Path>, level: Level, threads: Arc<Threads>) -> Result<Self> {
         let (mut stores, mut cross, mut paged) = (Vec::new(), None, Vec::new());
-        let mut places_of_group = Vec::new();
+        // Of each group, the place of its first layer.
+        let mut first = Vec::new();
         let places = config.places()?;
         for spec in &config.groups {
             if spec.kind == GroupKind::None {
-                places_of_group.push(None);
+                first.push(Place::Nowhere);
                 continue;
             }
             let layout = spec.layout(&config);
@@ -101,9 +102,9 @@ impl KvCache {
             let store = KvStore::new(layout, scales)?;
             if spec.kind == GroupKind::Cross {
                 cross = Some(store);
-                places_of_group.push(Some(usize::MAX));
+                first.push(Place::Cross { index: 0 });
             } else {
-                places_of_group.push(Some(stores.len()));
+                first.push(Place::Paged { group: stores.len(), index: 0 });
                 paged.push(GroupConfig { num_blocks: spec.num_blocks, window: spec.kind.window() });
                 stores.push(store);
             }
@@ -115,10 +116,10 @@ impl KvCache {
         }
         let places = places
             .into_iter()
-            .map(|(group, index)| match places_of_group[group] {
-                None => Place::Nowhere,
-                Some(usize::MAX) => Place::Cross { index },
-                Some(group) => Place::Paged { group, index },
+            .map(|(group, index)| match first[group] {
+                Place::Nowhere => Place::Nowhere,
+                Place::Cross { .. } => Place::Cross { index },
+                Place::Paged { group, .. } => Place::Paged { group, index },
             })
             .collect();
         let (spill, spill_slots) = Self::spill_file(&config, spill_dir, &stores)?;
