@@ -1,15 +1,16 @@
 //! What a cache hands out: sequences, batches, pins.
 #![forbid(unsafe_code)]
 
-use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 
 use kvcore::Result;
 use kvcore::cache::Batch;
 use kvcore::paging::{PinId, SeqId};
+use kvcore::threads::ShouldStop;
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-use super::lock::locked_or_busy;
+use super::lock::Shared;
 use crate::error::detached;
 
 /// A sequence in a KVCache.
@@ -47,7 +48,7 @@ impl PyPin {
 /// Slots for the next tokens of some sequences: what KVCache.plan grants.
 #[pyclass(name = "Batch", module = "kvcore._kvcore", frozen)]
 pub struct PyBatch {
-    batch: RwLock<Batch>,
+    batch: Shared<Batch>,
     /// New tokens of all sequences: the rows that write and attend take.
     #[pyo3(get)]
     pub num_tokens: usize,
@@ -55,15 +56,15 @@ pub struct PyBatch {
 
 impl PyBatch {
     pub fn new(batch: Batch) -> Self {
-        Self { num_tokens: batch.num_tokens(), batch: RwLock::new(batch) }
+        Self { num_tokens: batch.num_tokens(), batch: Shared::new(batch) }
     }
 
-    pub fn look(&self) -> Result<RwLockReadGuard<'_, Batch>> {
-        locked_or_busy(|| self.batch.read(), || self.batch.try_read())
+    pub fn look(&self, should_stop: ShouldStop<'_>) -> Result<RwLockReadGuard<'_, Batch>> {
+        self.batch.look(should_stop)
     }
 
-    pub fn change(&self) -> Result<RwLockWriteGuard<'_, Batch>> {
-        locked_or_busy(|| self.batch.write(), || self.batch.try_write())
+    pub fn change(&self, should_stop: ShouldStop<'_>) -> Result<RwLockWriteGuard<'_, Batch>> {
+        self.batch.change(should_stop)
     }
 }
 
@@ -73,8 +74,8 @@ impl PyBatch {
     #[getter]
     fn positions<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         // Without the interpreter lock, as everything that waits: a call that holds the batch may ask for it.
-        let positions = detached(py, |_| {
-            let batch = self.look()?;
+        let positions = detached(py, |should_stop| {
+            let batch = self.look(should_stop)?;
             Ok(batch.items().flat_map(|(_, start, len)| start as i64..(start + len) as i64).collect())
         })?;
         Ok(PyArray1::from_vec(py, positions))

@@ -10,7 +10,7 @@ mod view;
 
 use std::cell::Cell;
 use std::path::PathBuf;
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::cache::{AttendOptions, CacheConfig, Ended, GroupKind, KvCache};
@@ -25,13 +25,14 @@ use pyo3::types::{PyDict, PyList, PyString};
 
 pub use group::PyKvGroup;
 pub use handles::{PyBatch, PyPin, PySequence};
+pub use lock::forked;
 pub use view::PyTileView;
 
 use crate::arrays::{Size, floats, token_ids, zeros};
 use crate::error::{detached, invalid, to_python};
 use crate::runtime::PyThreads;
 use group::Defaults;
-use lock::locked_or_busy;
+use lock::Shared;
 use options::{Ttl, key, retention, seconds, set_scales};
 use report::{Counts, Snapshot, events, nbytes, table};
 
@@ -40,7 +41,7 @@ use report::{Counts, Snapshot, events, nbytes, table};
 /// Calls from several threads are safe: reads run side by side, changes one at a time.
 #[pyclass(name = "KVCache", module = "kvcore._kvcore", frozen)]
 pub struct PyKvCache {
-    cache: RwLock<Option<KvCache>>,
+    cache: Shared<Option<KvCache>>,
     groups: Vec<PyKvGroup>,
     kinds: Vec<&'static str>,
     layouts: Vec<Option<Layout>>,
@@ -53,34 +54,57 @@ pub struct PyKvCache {
 }
 
 impl PyKvCache {
-    fn with<T>(&self, f: impl FnOnce(&KvCache) -> Result<T>) -> Result<T> {
-        // What views have given up is free if that means no waiting; whoever takes blocks sees to it anyway.
+    /// What views have given up is free if that means no waiting; whoever takes blocks sees to it anyway.
+    fn reclaim_views(&self) {
         if !self.ended_views.is_empty()
-            && let Ok(mut cache) = self.cache.try_write()
+            && let Some(mut cache) = self.cache.try_change()
             && let Some(cache) = cache.as_mut()
         {
             cache.reclaim_views();
         }
-        let cache = locked_or_busy(|| self.cache.read(), || self.cache.try_read())?;
-        f(cache.as_ref().ok_or_else(closed)?)
     }
 
-    fn with_mut<T>(&self, f: impl FnOnce(&mut KvCache) -> Result<T>) -> Result<T> {
-        let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
-        f(cache.as_mut().ok_or_else(closed)?)
+    /// A short read.
+    fn look<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&KvCache) -> Result<T> + Send) -> PyResult<T> {
+        detached(py, |should_stop| {
+            self.reclaim_views();
+            f(self.cache.look(should_stop)?.as_ref().ok_or_else(closed)?)
+        })
     }
 
-    fn look<T: Send>(
+    /// A read that may take long.
+    fn look_long<T: Send>(
         &self,
         py: Python<'_>,
         f: impl FnOnce(&KvCache, ShouldStop<'_>) -> Result<T> + Send,
     ) -> PyResult<T> {
-        detached(py, |should_stop| self.with(|cache| f(cache, should_stop)))
+        detached(py, |should_stop| {
+            self.reclaim_views();
+            f(self.cache.look_long(should_stop)?.as_ref().ok_or_else(closed)?, should_stop)
+        })
+    }
+
+    /// A short read that would rather be a change, and is one if that means no waiting: then it is told what time it is.
+    fn look_now<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&KvCache) -> Result<T> + Send) -> PyResult<T> {
+        let now = self.now(py)?;
+        detached(py, |should_stop| {
+            if let Some(mut cache) = self.cache.try_change()
+                && let Some(cache) = cache.as_mut()
+            {
+                tell(cache, now);
+                return f(cache);
+            }
+            f(self.cache.look(should_stop)?.as_ref().ok_or_else(closed)?)
+        })
     }
 
     /// A change that takes no time into account.
-    fn change<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&mut KvCache) -> Result<T> + Send) -> PyResult<T> {
-        detached(py, |_| self.with_mut(f))
+    fn change<T: Send>(
+        &self,
+        py: Python<'_>,
+        f: impl FnOnce(&mut KvCache, ShouldStop<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        detached(py, |should_stop| f(self.cache.change(should_stop)?.as_mut().ok_or_else(closed)?, should_stop))
     }
 
     /// A change before which the cache is told what time it is.
@@ -90,11 +114,9 @@ impl PyKvCache {
         f: impl FnOnce(&mut KvCache, ShouldStop<'_>) -> Result<T> + Send,
     ) -> PyResult<T> {
         let now = self.now(py)?;
-        detached(py, |should_stop| {
-            self.with_mut(|cache| {
-                tell(cache, now);
-                f(cache, should_stop)
-            })
+        self.change(py, |cache, should_stop| {
+            tell(cache, now);
+            f(cache, should_stop)
         })
     }
 
@@ -138,7 +160,7 @@ impl PyKvCache {
         py: Python<'py>,
         of: fn(&kvcore::storage::Scales) -> &Vec<f32>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let config = self.look(py, |cache, _| Ok(cache.config().clone())).unwrap_or_else(|_| self.config.clone());
+        let config = self.look(py, |cache| Ok(cache.config().clone())).unwrap_or_else(|_| self.config.clone());
         let scales = |layer: usize| -> Vec<f32> {
             for spec in &config.groups {
                 if let Some(at) = spec.layers.iter().position(|&l| l == layer) {
@@ -268,7 +290,7 @@ impl PyKvCache {
             bytes_per_token: cache.bytes_per_token(),
             nbytes: nbytes(&cache),
             ended_views: cache.ended_views().clone(),
-            cache: RwLock::new(Some(cache)),
+            cache: Shared::new(Some(cache)),
             groups,
             config,
             threads,
@@ -306,7 +328,7 @@ impl PyKvCache {
 
     fn append(&self, py: Python<'_>, seq: &PySequence, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = self::token_ids("token_ids", token_ids)?;
-        self.change(py, |cache| cache.append(seq.id, &ids))
+        self.change(py, |cache, _| cache.append(seq.id, &ids))
     }
 
     fn plan(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<PyBatch> {
@@ -348,7 +370,7 @@ impl PyKvCache {
             Some(v) => Some(floats("v", v, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.v_dim)])?),
         };
         let (k, v) = (k.as_slice()?, v.as_ref().map(|v| v.as_slice()).transpose()?);
-        self.change(py, |cache| cache.write(layer, &mut *batch.change()?, k, v))
+        self.change(py, |cache, should_stop| cache.write(layer, &mut *batch.change(should_stop)?, k, v))
     }
 
     fn write_cross(
@@ -364,7 +386,7 @@ impl PyKvCache {
         let k = floats("k", k, &[None, Some(l.num_kv_heads), Some(l.k_dim)])?;
         let v = floats("v", v, &[Some(k.shape()[0]), Some(l.num_kv_heads), Some(l.v_dim)])?;
         let (k, v) = (k.as_slice()?, v.as_slice()?);
-        self.change(py, |cache| cache.write_cross(layer, seq.id, k, v))
+        self.change(py, |cache, _| cache.write_cross(layer, seq.id, k, v))
     }
 
     #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None))]
@@ -395,22 +417,22 @@ impl PyKvCache {
         let q = floats("q", q, &[Some(batch.num_tokens), None, Some(l.k_dim)])?;
         let q = q.as_slice()?;
         let options = AttendOptions { scale: scale.map(|s| s as f32), window };
-        let out = self.look(py, |cache, should_stop| {
+        let out = self.look_long(py, |cache, should_stop| {
             let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
-            cache.attend(layer, &*batch.look()?, heads, options, q, &mut out, should_stop)?;
+            cache.attend(layer, &*batch.look(should_stop)?, heads, options, q, &mut out, should_stop)?;
             Ok(out)
         })?;
         PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])
     }
 
     fn commit(&self, py: Python<'_>, batch: &PyBatch) -> PyResult<()> {
-        self.change_now(py, |cache, _| cache.commit(&*batch.look()?))
+        self.change_now(py, |cache, should_stop| cache.commit(&*batch.look(should_stop)?))
     }
 
     #[pyo3(signature = (seq, n = None))]
     fn fork<'py>(&self, py: Python<'py>, seq: &PySequence, n: Option<Size<'_>>) -> PyResult<Bound<'py, PyAny>> {
         let Some(n) = n else {
-            let child = self.change(py, |cache| {
+            let child = self.change(py, |cache, _| {
                 let id = cache.fork(seq.id)?;
                 Self::make_sequence(cache, id)
             })?;
@@ -420,7 +442,7 @@ impl PyKvCache {
         if n > MAX_FORKS {
             return Err(invalid(format!("n: expected at most {MAX_FORKS}, got {n}")));
         }
-        let children = self.change(py, |cache| {
+        let children = self.change(py, |cache, _| {
             cache.manager().num_tokens(seq.id)?;
             (0..n)
                 .map(|_| {
@@ -525,7 +547,7 @@ impl PyKvCache {
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
-        let dense = self.look(py, |cache, _| cache.read(layer, seq.id))?;
+        let dense = self.look_long(py, |cache, _| cache.read(layer, seq.id))?;
         let array = |values: Vec<f32>, width: usize| -> PyResult<Bound<'py, PyAny>> {
             let array = PyArray1::from_vec(py, values).reshape([dense.tokens, l.num_kv_heads, width])?.into_any();
             match dtype {
@@ -544,7 +566,7 @@ impl PyKvCache {
     }
 
     fn save(&self, py: Python<'_>, seq: &PySequence, path: PathBuf) -> PyResult<()> {
-        self.look(py, |cache, should_stop| cache.save(seq.id, &path, should_stop))
+        self.look_long(py, |cache, should_stop| cache.save(seq.id, &path, should_stop))
     }
 
     fn load(&self, py: Python<'_>, path: PathBuf) -> PyResult<PySequence> {
@@ -565,21 +587,21 @@ impl PyKvCache {
     #[pyo3(signature = (seq, group = None))]
     fn block_table(&self, py: Python<'_>, seq: &PySequence, group: Option<Size<'_>>) -> PyResult<Vec<i64>> {
         let group = group.map(|group| self.group(&group)).transpose()?.unwrap_or(0);
-        self.look(py, |cache, _| Ok(table(cache.block_table(seq.id, group)?)))
+        self.look(py, |cache| Ok(table(cache.block_table(seq.id, group)?)))
     }
 
     fn token_ids<'py>(&self, py: Python<'py>, seq: &PySequence) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let ids =
-            self.look(py, |cache, _| Ok(cache.manager().token_ids(seq.id)?.iter().map(|&id| i64::from(id)).collect()))?;
+            self.look(py, |cache| Ok(cache.manager().token_ids(seq.id)?.iter().map(|&id| i64::from(id)).collect()))?;
         Ok(PyArray1::from_vec(py, ids))
     }
 
     fn num_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
-        self.look(py, |cache, _| cache.manager().num_tokens(seq.id))
+        self.look(py, |cache| cache.manager().num_tokens(seq.id))
     }
 
     fn num_computed_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
-        self.look(py, |cache, _| cache.manager().num_computed_tokens(seq.id))
+        self.look(py, |cache| cache.manager().num_computed_tokens(seq.id))
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<()> {
@@ -587,27 +609,18 @@ impl PyKvCache {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let now = self.now(py)?;
-        let counts = detached(py, |_| {
-            // What has expired is swept if that means no waiting: a reader waits for no reader.
-            if let Ok(mut cache) = self.cache.try_write()
-                && let Some(cache) = cache.as_mut()
-            {
-                tell(cache, now);
-                return Counts::of(cache);
-            }
-            self.with(Counts::of)
-        })?;
+        // What has expired is swept if that means no waiting: a reader waits for no reader.
+        let counts = self.look_now(py, Counts::of)?;
         counts.dict(py, &self.kinds)
     }
 
     fn events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let taken = self.change_now(py, |cache, _| Ok(cache.take_events()))?;
+        let taken = self.look_now(py, |cache| Ok(cache.take_events()))?;
         events(py, &taken)
     }
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.look(py, |cache, _| Snapshot::of(cache))?.dict(py, &self.kinds)
+        self.look(py, |cache| Snapshot::of(cache))?.dict(py, &self.kinds)
     }
 
     fn _repr_html_(slf: &Bound<'_, Self>) -> PyResult<String> {
@@ -616,21 +629,20 @@ impl PyKvCache {
     }
 
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        self.look(py, |cache, _| cache.check())
+        self.look_long(py, |cache, _| cache.check())
     }
 
     /// Give the memory back. Every later call raises InvalidState.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        detached(py, |_| {
-            let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
-            drop(cache.take());
+        detached(py, |should_stop| {
+            drop(self.cache.change(should_stop)?.take());
             Ok(())
         })
     }
 
     /// Overwrite every stored value; tests poison the pool with it.
     fn _fill(&self, py: Python<'_>, value: f32) -> PyResult<()> {
-        self.change(py, |cache| {
+        self.change(py, |cache, _| {
             cache.fill(value);
             Ok(())
         })
@@ -686,7 +698,7 @@ impl PyKvCache {
     }
     #[getter]
     fn num_free_blocks(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |cache, _| Ok(cache.manager().num_free_blocks()))
+        self.look(py, |cache| Ok(cache.manager().num_free_blocks()))
     }
     #[getter]
     fn threads(&self) -> PyThreads {

@@ -311,7 +311,7 @@ impl KvCache {
     }
 
     /// What happened to blocks since the last call.
-    pub fn take_events(&mut self) -> Events {
+    pub fn take_events(&self) -> Events {
         self.manager.take_events()
     }
 

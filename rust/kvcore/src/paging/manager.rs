@@ -272,7 +272,7 @@ impl BlockManager {
     }
 
     /// What happened to blocks since the last call.
-    pub fn take_events(&mut self) -> Events {
+    pub fn take_events(&self) -> Events {
         self.blocks.events.take()
     }
 
