@@ -1,9 +1,11 @@
 //! Python bindings: an export list only.
 #![forbid(unsafe_code)]
 
+mod arguments;
 mod arrays;
 mod cache;
 mod error;
+mod ids;
 mod linear;
 mod ops;
 mod runtime;

@@ -279,10 +279,10 @@ impl World {
             }
             Op::Mark { seq, len, retention } => {
                 let Some(at) = self.pick(*seq) else { return };
-                let (id, known) = (self.seqs[at].id, self.seqs[at].tokens.len());
+                let (id, known, shares) = (self.seqs[at].id, self.seqs[at].tokens.len(), self.seqs[at].use_prefix);
                 let len = len % (known + 2);
                 let result = self.manager.mark(id, len, to_retention(*retention));
-                assert_eq!(result.is_ok(), (1..=known).contains(&len));
+                assert_eq!(result.is_ok(), (1..=known).contains(&len) && shares);
                 self.renewed = self.now;
             }
             Op::Pin { seq, len } => self.pin(*seq, *len),

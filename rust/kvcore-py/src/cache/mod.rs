@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::cache::{AttendOptions, CacheConfig, Ended, GroupKind, KvCache};
-use kvcore::paging::{AddOptions, Key, Retention, SeqId, hash_block};
+use kvcore::paging::{AddOptions, Key, PinId, Retention, SeqId, hash_block};
 use kvcore::storage::{KvDtype, Layout, ScaleMode};
 use kvcore::threads::ShouldStop;
 use kvcore::{Error, Result};
@@ -25,15 +25,18 @@ use pyo3::types::{PyDict, PyList, PyString};
 
 pub use group::PyKvGroup;
 pub use handles::{PyBatch, PyPin, PySequence};
+use handles::{batch, pin, plan_items, seq};
 pub use lock::forked;
 pub use view::PyTileView;
 
-use crate::arrays::{Size, floats, token_ids, zeros};
+use crate::arguments::{of, text, wrong_type};
+use crate::arrays::{Size, floats, zeros};
 use crate::error::{detached, invalid, to_python};
+use crate::ids::{self, indices, room};
 use crate::runtime::PyThreads;
 use group::Defaults;
 use lock::Shared;
-use options::{Ttl, key, retention, seconds, set_scales};
+use options::{Ttl, block_size, key, retention, seconds, set_scales};
 use report::{Counts, Snapshot, events, nbytes, table};
 
 /// The paged KV cache of one model. See the stub file for the full documentation of each method.
@@ -218,23 +221,23 @@ impl PyKvCache {
         num_kv_heads: Option<Size<'_>>,
         head_dim: Option<Size<'_>>,
         num_blocks: Option<Size<'_>>,
-        block_size: i64,
-        dtype: &str,
+        #[pyo3(from_py_with = block_size)] block_size: usize,
+        #[pyo3(from_py_with = of::dtype)] dtype: &str,
         k_scale: Option<&Bound<'_, PyAny>>,
         v_scale: Option<&Bound<'_, PyAny>>,
-        scale_mode: Option<&str>,
+        #[pyo3(from_py_with = of::scale_mode)] scale_mode: Option<&str>,
         groups: Option<&Bound<'_, PyAny>>,
         num_threads: Option<Size<'_>>,
         threads: Option<&PyThreads>,
-        enable_prefix_caching: bool,
+        #[pyo3(from_py_with = of::enable_prefix_caching)] enable_prefix_caching: bool,
         min_prefix_tokens: Option<Size<'_>>,
         prefix_ttl: Ttl<'_>,
-        max_pinned_fraction: f64,
+        #[pyo3(from_py_with = of::max_pinned_fraction)] max_pinned_fraction: f64,
         max_rollback: Option<Size<'_>>,
         max_events: Option<Size<'_>>,
-        spill_dir: Option<PathBuf>,
+        #[pyo3(from_py_with = of::spill_dir)] spill_dir: Option<PathBuf>,
         spill_bytes: Option<Size<'_>>,
-        fingerprint: &str,
+        #[pyo3(from_py_with = of::fingerprint)] fingerprint: &str,
         clock: Option<Py<PyAny>>,
         _equal_hashes: bool,
     ) -> PyResult<Self> {
@@ -246,8 +249,6 @@ impl PyKvCache {
             num_blocks: get("num_blocks", num_blocks)?,
         };
         let dtype: KvDtype = dtype.parse().map_err(to_python)?;
-        let block_size = usize::try_from(block_size)
-            .map_err(|_| invalid(format!("block_size: expected at least 16, got {block_size}")))?;
         let groups = match groups {
             Some(groups) => PyKvGroup::list(groups)?,
             None => vec![whole(num_layers, defaults)?],
@@ -265,7 +266,12 @@ impl PyKvCache {
         config.max_rollback = get("max_rollback", max_rollback)?.unwrap_or(0);
         config.max_events = get("max_events", max_events)?.unwrap_or(0);
         config.max_pinned_fraction = max_pinned_fraction;
-        config.spill_bytes = get("spill_bytes", spill_bytes)?.unwrap_or(0);
+        config.spill_bytes = match get("spill_bytes", spill_bytes)? {
+            None if spill_dir.is_some() => {
+                return Err(invalid("spill_bytes: expected the size of the file beside spill_dir, got None".into()));
+            }
+            bytes => bytes.unwrap_or(0),
+        };
         config.fingerprint = fingerprint.into();
         if let Some(retention) = retention("prefix_ttl", &prefix_ttl, None, config.retention)? {
             config.retention = retention;
@@ -308,12 +314,12 @@ impl PyKvCache {
         salt: Option<&Bound<'_, PyAny>>,
         adapter: Option<&Bound<'_, PyAny>>,
         extra: Option<&Bound<'_, PyAny>>,
-        use_prefix: bool,
+        #[pyo3(from_py_with = of::use_prefix)] use_prefix: bool,
         min_prefix_tokens: Option<Size<'_>>,
         ttl: Ttl<'_>,
         priority: Option<Size<'_>>,
     ) -> PyResult<PySequence> {
-        let ids = self::token_ids("token_ids", token_ids)?;
+        let ids = ids::token_ids("token_ids", token_ids)?;
         let (salt, adapter, extra) = (key("salt", salt)?, key("adapter", adapter)?, key("extra", extra)?);
         let min_prefix_tokens = min_prefix_tokens.map(|n| n.get("min_prefix_tokens")).transpose()?;
         let retention = self.retention(&ttl, priority)?;
@@ -326,27 +332,18 @@ impl PyKvCache {
         })
     }
 
-    fn append(&self, py: Python<'_>, seq: &PySequence, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        let ids = self::token_ids("token_ids", token_ids)?;
-        self.change(py, |cache, _| cache.append(seq.id, &ids))
+    fn append(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        token_ids: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let ids = ids::token_ids("token_ids", token_ids)?;
+        self.change(py, |cache, _| cache.append(seq, &ids))
     }
 
     fn plan(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<PyBatch> {
-        // Item by item: a Vec argument would reserve whatever length an object claims to have.
-        let pairs = items.try_iter().map_err(|_| {
-            let got = items.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-            PyTypeError::new_err(format!("plan: expected a list of (sequence, new tokens) pairs, got {got}"))
-        })?;
-        let items: Vec<(SeqId, usize)> = pairs
-            .map(|pair| {
-                let pair = pair?;
-                let (seq, n): (PyRef<'_, PySequence>, Size<'_>) = pair.extract().map_err(|e| match pair.len() {
-                    Ok(2) => e,
-                    _ => PyTypeError::new_err(format!("plan: expected (sequence, new tokens) pairs: {e}")),
-                })?;
-                Ok((seq.id, n.get("plan: new tokens")?))
-            })
-            .collect::<PyResult<_>>()?;
+        let items = plan_items(items)?;
         Ok(PyBatch::new(self.change_now(py, |cache, _| cache.plan(&items))?))
     }
 
@@ -355,10 +352,11 @@ impl PyKvCache {
         &self,
         py: Python<'_>,
         layer: Size<'_>,
-        batch: &PyBatch,
+        #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>,
         k: &Bound<'_, PyAny>,
         v: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let batch = batch.get();
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
         let k = floats("k", k, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.k_dim)])?;
@@ -377,7 +375,7 @@ impl PyKvCache {
         &self,
         py: Python<'_>,
         layer: Size<'_>,
-        seq: &PySequence,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
@@ -386,7 +384,7 @@ impl PyKvCache {
         let k = floats("k", k, &[None, Some(l.num_kv_heads), Some(l.k_dim)])?;
         let v = floats("v", v, &[Some(k.shape()[0]), Some(l.num_kv_heads), Some(l.v_dim)])?;
         let (k, v) = (k.as_slice()?, v.as_slice()?);
-        self.change(py, |cache, _| cache.write_cross(layer, seq.id, k, v))
+        self.change(py, |cache, _| cache.write_cross(layer, seq, k, v))
     }
 
     #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None))]
@@ -395,13 +393,14 @@ impl PyKvCache {
         &self,
         py: Python<'py>,
         layer: Size<'_>,
-        batch: &PyBatch,
+        #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>,
         q: &Bound<'py, PyAny>,
-        scale: Option<f64>,
+        #[pyo3(from_py_with = of::scale)] scale: Option<f32>,
         window: Option<Size<'py>>,
         softcap: Option<&Bound<'py, PyAny>>,
         sinks: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray3<f32>>> {
+        let batch = batch.get();
         let layer = layer.get("layer")?;
         for (name, value) in [("softcap", softcap), ("sinks", sinks)] {
             if value.is_some() {
@@ -416,7 +415,7 @@ impl PyKvCache {
         };
         let q = floats("q", q, &[Some(batch.num_tokens), None, Some(l.k_dim)])?;
         let q = q.as_slice()?;
-        let options = AttendOptions { scale: scale.map(|s| s as f32), window };
+        let options = AttendOptions { scale, window };
         let out = self.look_long(py, |cache, should_stop| {
             let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
             cache.attend(layer, &*batch.look(should_stop)?, heads, options, q, &mut out, should_stop)?;
@@ -425,15 +424,21 @@ impl PyKvCache {
         PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])
     }
 
-    fn commit(&self, py: Python<'_>, batch: &PyBatch) -> PyResult<()> {
+    fn commit(&self, py: Python<'_>, #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>) -> PyResult<()> {
+        let batch = batch.get();
         self.change_now(py, |cache, should_stop| cache.commit(&*batch.look(should_stop)?))
     }
 
     #[pyo3(signature = (seq, n = None))]
-    fn fork<'py>(&self, py: Python<'py>, seq: &PySequence, n: Option<Size<'_>>) -> PyResult<Bound<'py, PyAny>> {
+    fn fork<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        n: Option<Size<'_>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let Some(n) = n else {
             let child = self.change(py, |cache, _| {
-                let id = cache.fork(seq.id)?;
+                let id = cache.fork(seq)?;
                 Self::make_sequence(cache, id)
             })?;
             return Ok(Bound::new(py, child)?.into_any());
@@ -443,13 +448,18 @@ impl PyKvCache {
             return Err(invalid(format!("n: expected at most {MAX_FORKS}, got {n}")));
         }
         let children = self.change(py, |cache, _| {
-            cache.manager().num_tokens(seq.id)?;
-            (0..n)
-                .map(|_| {
-                    let id = cache.fork(seq.id)?;
-                    Self::make_sequence(cache, id)
-                })
-                .collect::<Result<Vec<_>>>()
+            cache.manager().num_tokens(seq)?;
+            let mut children = Vec::with_capacity(n);
+            for _ in 0..n {
+                match cache.fork(seq).and_then(|id| Self::make_sequence(cache, id)) {
+                    Ok(child) => children.push(child),
+                    Err(error) => {
+                        children.iter().try_for_each(|child: &PySequence| cache.free(child.id))?;
+                        return Err(error);
+                    }
+                }
+            }
+            Ok(children)
         })?;
         let children: Vec<_> = children.into_iter().map(|child| Bound::new(py, child)).collect::<PyResult<_>>()?;
         Ok(PyList::new(py, children)?.into_any())
@@ -461,37 +471,29 @@ impl PyKvCache {
         seqs: &Bound<'_, PyAny>,
         parents: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<PySequence>> {
-        let seqs: Vec<SeqId> = seqs
-            .try_iter()?
-            .map(|seq| {
-                let seq = seq?;
-                let seq = seq.cast::<PySequence>().map_err(|_| {
-                    PyTypeError::new_err("reorder: expected a list of sequences for seqs, got something else in it")
-                })?;
-                Ok(seq.get().id)
-            })
-            .collect::<PyResult<_>>()?;
-        let parents: Vec<usize> = token_ids("parents", parents)?.into_iter().map(|parent| parent as usize).collect();
+        let seqs = handles::seqs(seqs)?;
+        let parents = indices("parents", parents, seqs.len(), MAX_FORKS)?;
+        let parents: Vec<usize> = parents.into_iter().map(|parent| parent as usize).collect();
         self.change_now(py, |cache, _| {
             let ids = cache.reorder(&seqs, &parents)?;
             ids.into_iter().map(|id| Self::make_sequence(cache, id)).collect()
         })
     }
 
-    fn truncate(&self, py: Python<'_>, seq: &PySequence, num_tokens: Size<'_>) -> PyResult<()> {
+    fn truncate(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId, num_tokens: Size<'_>) -> PyResult<()> {
         let n = num_tokens.get("num_tokens")?;
-        self.change_now(py, |cache, _| cache.truncate(seq.id, n))
+        self.change_now(py, |cache, _| cache.truncate(seq, n))
     }
 
-    fn free(&self, py: Python<'_>, seq: &PySequence) -> PyResult<()> {
-        self.change_now(py, |cache, _| cache.free(seq.id))
+    fn free(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.free(seq))
     }
 
     #[pyo3(signature = (seq, num_tokens = None, *, ttl = Ttl::Default, priority = None))]
     fn mark(
         &self,
         py: Python<'_>,
-        seq: &PySequence,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
         num_tokens: Option<Size<'_>>,
         ttl: Ttl<'_>,
         priority: Option<Size<'_>>,
@@ -499,30 +501,32 @@ impl PyKvCache {
         let n = num_tokens.map(|n| n.get("num_tokens")).transpose()?;
         let retention = self.retention(&ttl, priority)?.unwrap_or(self.config.retention);
         self.change_now(py, |cache, _| {
-            let n = n.map_or_else(|| cache.manager().num_tokens(seq.id), Ok)?;
-            cache.mark(seq.id, n, retention)
+            let n = n.map_or_else(|| cache.manager().num_tokens(seq), Ok)?;
+            cache.mark(seq, n, retention)
         })
     }
 
     #[pyo3(signature = (seq, num_tokens = None))]
-    fn pin(&self, py: Python<'_>, seq: &PySequence, num_tokens: Option<Size<'_>>) -> PyResult<PyPin> {
+    fn pin(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        num_tokens: Option<Size<'_>>,
+    ) -> PyResult<PyPin> {
         let n = num_tokens.map(|n| n.get("num_tokens")).transpose()?;
         self.change_now(py, |cache, _| {
-            let num_tokens = n.map_or_else(|| cache.manager().num_computed_tokens(seq.id), Ok)?;
-            Ok(PyPin { id: cache.pin(seq.id, num_tokens)?, num_tokens })
+            let num_tokens = n.map_or_else(|| cache.manager().num_computed_tokens(seq), Ok)?;
+            Ok(PyPin { id: cache.pin(seq, num_tokens)?, num_tokens })
         })
     }
 
-    fn unpin(&self, py: Python<'_>, pin: &PyPin) -> PyResult<()> {
-        self.change_now(py, |cache, _| cache.unpin(pin.id))
+    fn unpin(&self, py: Python<'_>, #[pyo3(from_py_with = pin)] pin: PinId) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.unpin(pin))
     }
 
     fn calibrate<'py>(&self, py: Python<'py>, run: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         if !run.is_callable() {
-            return Err(PyTypeError::new_err(format!(
-                "run: expected a callable that runs sample text, got {}",
-                run.get_type().name()?
-            )));
+            return Err(wrong_type("run", "a callable that runs sample text", run));
         }
         self.change_now(py, |cache, _| cache.begin_calibration())?;
         let result = run.call0();
@@ -542,12 +546,12 @@ impl PyKvCache {
         &self,
         py: Python<'py>,
         layer: Size<'_>,
-        seq: &PySequence,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
-        let dense = self.look_long(py, |cache, _| cache.read(layer, seq.id))?;
+        let dense = self.look_long(py, |cache, _| cache.read(layer, seq))?;
         let array = |values: Vec<f32>, width: usize| -> PyResult<Bound<'py, PyAny>> {
             let array = PyArray1::from_vec(py, values).reshape([dense.tokens, l.num_kv_heads, width])?.into_any();
             match dtype {
@@ -558,50 +562,74 @@ impl PyKvCache {
         Ok((array(dense.k, l.k_dim)?, array(dense.v, l.v_dim)?))
     }
 
-    fn view(&self, py: Python<'_>, layer: Size<'_>, seq: &PySequence, index: Size<'_>) -> PyResult<PyTileView> {
+    fn view(
+        &self,
+        py: Python<'_>,
+        layer: Size<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        index: Size<'_>,
+    ) -> PyResult<PyTileView> {
         let (layer, index) = (layer.get("layer")?, index.get("index")?);
         self.layout(layer)?;
-        let view = self.change_now(py, |cache, _| cache.view(layer, seq.id, index))?;
+        let view = self.change_now(py, |cache, _| cache.view(layer, seq, index))?;
         PyTileView::new(py, view)
     }
 
-    fn save(&self, py: Python<'_>, seq: &PySequence, path: PathBuf) -> PyResult<()> {
-        self.look_long(py, |cache, should_stop| cache.save(seq.id, &path, should_stop))
+    fn save(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        #[pyo3(from_py_with = of::path)] path: PathBuf,
+    ) -> PyResult<()> {
+        self.look_long(py, |cache, should_stop| cache.save(seq, &path, should_stop))
     }
 
-    fn load(&self, py: Python<'_>, path: PathBuf) -> PyResult<PySequence> {
+    fn load(&self, py: Python<'_>, #[pyo3(from_py_with = of::path)] path: PathBuf) -> PyResult<PySequence> {
         self.change_now(py, |cache, should_stop| {
             let id = cache.load(&path, should_stop)?;
             Self::make_sequence(cache, id)
         })
     }
 
-    fn save_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {
+    fn save_prefixes(&self, py: Python<'_>, #[pyo3(from_py_with = of::folder)] folder: PathBuf) -> PyResult<usize> {
         self.change_now(py, |cache, should_stop| cache.save_prefixes(&folder, should_stop))
     }
 
-    fn load_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {
+    fn load_prefixes(&self, py: Python<'_>, #[pyo3(from_py_with = of::folder)] folder: PathBuf) -> PyResult<usize> {
         self.change_now(py, |cache, should_stop| cache.load_prefixes(&folder, should_stop))
     }
 
     #[pyo3(signature = (seq, group = None))]
-    fn block_table(&self, py: Python<'_>, seq: &PySequence, group: Option<Size<'_>>) -> PyResult<Vec<i64>> {
+    fn block_table(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        group: Option<Size<'_>>,
+    ) -> PyResult<Vec<i64>> {
         let group = group.map(|group| self.group(&group)).transpose()?.unwrap_or(0);
-        self.look(py, |cache| Ok(table(cache.block_table(seq.id, group)?)))
+        self.look(py, |cache| Ok(table(cache.block_table(seq, group)?)))
     }
 
-    fn token_ids<'py>(&self, py: Python<'py>, seq: &PySequence) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let ids =
-            self.look(py, |cache| Ok(cache.manager().token_ids(seq.id)?.iter().map(|&id| i64::from(id)).collect()))?;
+    fn token_ids<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let ids = self.look(py, |cache| {
+            let known = cache.manager().token_ids(seq)?;
+            let mut ids = room(known.len(), "the result")?;
+            ids.extend(known.iter().map(|&id| i64::from(id)));
+            Ok(ids)
+        })?;
         Ok(PyArray1::from_vec(py, ids))
     }
 
-    fn num_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
-        self.look(py, |cache| cache.manager().num_tokens(seq.id))
+    fn num_tokens(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId) -> PyResult<usize> {
+        self.look(py, |cache| cache.manager().num_tokens(seq))
     }
 
-    fn num_computed_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
-        self.look(py, |cache| cache.manager().num_computed_tokens(seq.id))
+    fn num_computed_tokens(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId) -> PyResult<usize> {
+        self.look(py, |cache| cache.manager().num_computed_tokens(seq))
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<()> {
@@ -765,8 +793,10 @@ fn whole(num_layers: Option<usize>, defaults: Defaults) -> PyResult<PyKvGroup> {
 /// A dtype by name, or as numpy takes it; those of ml_dtypes by their names, too.
 fn numpy_dtype<'py>(dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = dtype.py();
-    let Ok(name) = dtype.cast::<PyString>() else { return Ok(dtype.clone()) };
-    match name.to_str()? {
+    if !dtype.is_instance_of::<PyString>() {
+        return Ok(dtype.clone());
+    }
+    match text("dtype", dtype)? {
         "float32" | "f32" => py.import("numpy")?.getattr("float32"),
         "float16" | "f16" => py.import("numpy")?.getattr("float16"),
         "bfloat16" | "bf16" => py.import("ml_dtypes")?.getattr("bfloat16"),

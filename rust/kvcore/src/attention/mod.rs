@@ -101,7 +101,7 @@ impl Call<'_> {
             )));
         }
         if !self.scale.is_finite() {
-            return Err(Error::InvalidArgument(format!("scale: expected a finite number, got {}", self.scale)));
+            return Err(Error::InvalidArgument(format!("scale: expected a finite float32, got {:?}", self.scale)));
         }
         let rows = self.rows.iter().try_fold(0usize, |sum, s| sum.checked_add(s.len));
         for (name, len, dim) in [("q", self.q.len(), l.k_dim), ("out", out_len, l.v_dim)] {

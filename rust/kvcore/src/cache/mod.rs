@@ -375,7 +375,7 @@ impl KvCache {
     /// The second tier's file and its slots in each group.
     fn spill_file(config: &CacheConfig, dir: Option<&Path>, stores: &[KvStore]) -> Result<(Option<SpillFile>, usize)> {
         let dir = match (dir, config.spill_bytes) {
-            (_, 0) => return Ok((None, 0)),
+            (None, 0) => return Ok((None, 0)),
             (None, _) => {
                 return Err(Error::InvalidArgument("spill_bytes: expected a spill_dir beside it, got none".into()));
             }

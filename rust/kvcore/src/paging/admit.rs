@@ -19,6 +19,7 @@ use super::key::{Key, OwnedKey};
 use super::manager::BlockManager;
 use super::moves::Move;
 use super::prefix::Link;
+use super::room::{copied, room};
 use super::sequence::{SeqId, Sequence, Table};
 use super::transfer::Place;
 use crate::{Error, Result};
@@ -51,11 +52,14 @@ impl BlockManager {
     /// last, and only under an equal key. Without `use_prefix` it neither reads nor publishes. Appends to `moves` what
     /// brings spilled blocks back; the caller carries these out before anything else.
     ///
-    /// Errors: `InvalidArgument` without tokens, for a priority above 100, or for too many kinds of retention at once.
+    /// Errors: `InvalidArgument` without tokens, for a priority above 100, or for too many kinds of retention at once;
+    /// `OutOfMemory`.
     pub fn add(&mut self, token_ids: &[u32], options: &AddOptions<'_>, moves: &mut Vec<Move>) -> Result<SeqId> {
         if token_ids.is_empty() {
             return Err(Error::InvalidArgument("a sequence needs at least one token, got none".into()));
         }
+        let tokens = copied(token_ids, "token ids")?;
+        let tables = self.empty_tables(token_ids.len())?;
         let class = match options.retention {
             Some(retention) => self.blocks.classes.acquire(retention)?,
             None => {
@@ -75,8 +79,8 @@ impl BlockManager {
             self.query_tokens += token_ids.len() as u64;
             self.hit_tokens += found as u64;
         }
-        let tables = self.hold(found, token_ids.len(), moves)?;
-        let mut sequence = Sequence::new(token_ids.to_vec(), tables, domain, class);
+        let tables = self.hold(found, tables, moves)?;
+        let mut sequence = Sequence::new(tokens, tables, domain, class);
         (sequence.use_prefix, sequence.era) = (use_prefix, self.era);
         (sequence.computed, sequence.cached) = (found, found);
         sequence.borrowed = found % self.config.block_size != 0;
@@ -109,16 +113,21 @@ impl BlockManager {
         Found { num_tokens, tables: self.blocks.groups.iter().enumerate().map(table).collect() }
     }
 
-    /// Tables that hold the first `found` tokens of the trail, with room for `len` tokens.
-    fn hold(&mut self, found: usize, len: usize, moves: &mut Vec<Move>) -> Result<Vec<Table>> {
+    /// A table of each group, with room for `len` tokens.
+    fn empty_tables(&self, len: usize) -> Result<Vec<Table>> {
+        let table = |_| Ok(Table { blocks: room(len.div_ceil(self.config.block_size), "block tables")?, returned: 0 });
+        (0..self.blocks.groups.len()).map(table).collect()
+    }
+
+    /// Empty tables that hold the first `found` tokens of the trail from now on.
+    fn hold(&mut self, found: usize, mut tables: Vec<Table>, moves: &mut Vec<Move>) -> Result<Vec<Table>> {
         let Self { blocks, trail, config, .. } = self;
         let (block_size, count) = (config.block_size, found.div_ceil(config.block_size));
         let borrowed = !found.is_multiple_of(block_size);
-        let mut tables = Vec::with_capacity(blocks.groups.len());
         let mut spilled = false;
-        for number in 0..blocks.groups.len() {
+        for (number, table) in tables.iter_mut().enumerate() {
             let first = blocks.groups[number].first_seen(found) / block_size;
-            let mut table = Table { blocks: Vec::with_capacity(len.div_ceil(block_size)), returned: first };
+            table.returned = first;
             table.blocks.resize(first, BlockId::NONE);
             for &node in &trail.path[first..count] {
                 let block = match blocks.index.place(node, number) {
@@ -135,7 +144,6 @@ impl BlockManager {
                 };
                 table.blocks.push(block);
             }
-            tables.push(table);
         }
         if spilled {
             for (position, &node) in trail.path[..count].iter().enumerate() {

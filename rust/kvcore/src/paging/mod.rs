@@ -29,6 +29,7 @@ pub mod pool;
 mod prefix;
 mod publish;
 mod retention;
+mod room;
 mod sequence;
 mod siblings;
 mod spill;

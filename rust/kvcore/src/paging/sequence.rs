@@ -7,6 +7,7 @@ use super::block::BlockId;
 use super::key::OwnedKey;
 use super::prefix::Link;
 use super::retention::ClassId;
+use super::room::copied;
 use crate::{Error, Result};
 
 /// Handle of a sequence. Never given twice, so one that was freed or belongs to another cache is an error everywhere.
@@ -25,7 +26,7 @@ impl SeqId {
 }
 
 /// The blocks of a sequence in one group.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Table {
     /// Covers `computed + planned` tokens.
     pub blocks: Vec<BlockId>,
@@ -48,7 +49,7 @@ pub(super) struct Mark {
 }
 
 /// One sequence.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Sequence {
     serial: u64,
     pub tokens: Vec<u32>,
@@ -107,6 +108,28 @@ impl Sequence {
             hangs: false,
             class,
             marks: Vec::new(),
+        }
+    }
+
+    /// Copies of the tokens and tables, those of a plan included.
+    pub fn copied(&self) -> Result<(Vec<u32>, Vec<Table>)> {
+        let table =
+            |table: &Table| Ok(Table { blocks: copied(&table.blocks, "block tables")?, returned: table.returned });
+        Ok((copied(&self.tokens, "token ids")?, self.tables.iter().map(table).collect::<Result<_>>()?))
+    }
+
+    /// A sequence like this one, from copies that were made before its plan was forgotten.
+    pub fn child(&self, tokens: Vec<u32>, mut tables: Vec<Table>) -> Self {
+        for (table, own) in tables.iter_mut().zip(&self.tables) {
+            table.blocks.truncate(own.blocks.len());
+        }
+        Self {
+            tokens,
+            tables,
+            cross: self.cross.clone(),
+            domain: Arc::clone(&self.domain),
+            marks: self.marks.clone(),
+            ..*self
         }
     }
 
