@@ -648,7 +648,7 @@ impl PyKvCache {
     }
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.look(py, |cache| Snapshot::of(cache))?.dict(py, &self.kinds)
+        self.look(py, Snapshot::of)?.dict(py, &self.kinds)
     }
 
     fn _repr_html_(slf: &Bound<'_, Self>) -> PyResult<String> {
