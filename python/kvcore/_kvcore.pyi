@@ -215,8 +215,8 @@ class KVCache:
     Calls from several threads are safe: reads (attend, read, stats, ...) run side by side, changes one at a time, each
     when the reads that run are done. Ctrl-C ends a call that waits. A signal handler may use the cache whose call it
     interrupts; what would have to wait for that call raises InvalidState. So do, in a forked child, changes of a cache
-    that another thread was reading at the fork, and all calls if it was changing it. A handle that was freed, or belongs
-    to another cache, raises InvalidHandle everywhere.
+    that another thread was reading at the fork, and all calls if it was changing it. A handle that was freed, or is of
+    another cache, raises InvalidHandle everywhere.
 
     Sources: PagedAttention (Kwon et al., 2023) for blocks, tables and copy-on-write; vLLM's block pool for the LRU
     order of unreferenced blocks; SGLang's radix tree for sharing to the token.

@@ -14,6 +14,7 @@ use pyo3::types::{PyBool, PyBytes, PyString};
 use crate::arguments::{number, text, wrong_type};
 use crate::arrays::{Size, floats};
 use crate::error::{invalid, to_python};
+use crate::ids::room;
 
 /// A time to live: the cache's own, none, or seconds.
 pub enum Ttl<'py> {
@@ -123,7 +124,13 @@ impl Scale {
     /// that have fewer are filled up.
     fn of(&self, name: &str, layers: &[usize], num_kv_heads: usize, most: usize) -> PyResult<Vec<f32>> {
         match self {
-            Self::One(scale) => Ok(vec![*scale; layers.len() * num_kv_heads]),
+            Self::One(scale) => {
+                // The core looks at the sizes later: they may be absurd.
+                let len = layers.len().saturating_mul(num_kv_heads);
+                let mut scales = room(len, "the scales").map_err(to_python)?;
+                scales.resize(len, *scale);
+                Ok(scales)
+            }
             Self::Each { values, heads } if *heads == most => {
                 Ok(layers.iter().flat_map(|&layer| &values[layer * heads..][..num_kv_heads]).copied().collect())
             }
