@@ -16,7 +16,7 @@ use std::time::Duration;
 use kvcore::cache::{AttendOptions, CacheConfig, Ended, GroupKind, KvCache};
 use kvcore::paging::{AddOptions, Key, PinId, Retention, SeqId, hash_block};
 use kvcore::storage::{KvDtype, Layout, ScaleMode};
-use kvcore::threads::ShouldStop;
+use kvcore::threads::{NEVER, ShouldStop};
 use kvcore::{Error, Result};
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
@@ -531,8 +531,9 @@ impl PyKvCache {
         self.change_now(py, |cache, _| cache.begin_calibration())?;
         let result = run.call0();
         if result.is_err() {
-            self.change_now(py, |cache, _| {
-                cache.abort_calibration();
+            // Also if that was Ctrl-C, and comes again.
+            detached(py, |_| {
+                self.cache.change(NEVER)?.as_mut().ok_or_else(closed)?.abort_calibration();
                 Ok(())
             })?;
             return result;
