@@ -142,10 +142,12 @@ def in_child(work):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_child_that_was_forked_in_the_middle_of_a_read() -> None:
-    """Its reads work; a change says at once that it can never be made. The parent goes on."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_child_that_was_forked_in_the_middle_of_a_read(waits: bool) -> None:
+    """Its reads work; a change says at once that it can never be made. The parent goes on, also if a change waits there."""
     run(
         IN_A_CHILD
+        + f"waits = {waits}"
         + """
 def work():
     assert cache.num_tokens(other) == 50
@@ -164,6 +166,8 @@ def work():
     mine.append(mine.add([1]), [2])
 
 start(attend)
+if waits:
+    start(lambda: cache.append(other, [1]))
 assert in_child(work) == 0
 assert cache.num_tokens(other) == 50
 done()

@@ -283,7 +283,7 @@ impl World {
                 let shares = self.seqs[at].use_prefix && self.config.enable_prefix_caching;
                 let len = len % (known + 2);
                 let result = self.manager.mark(id, len, to_retention(*retention));
-                assert_eq!(result.is_ok(), (1..=known).contains(&len) && shares);
+                assert_eq!(result.is_ok(), (1..=known).contains(&len) && shares, "{result:?}");
                 self.renewed = self.now;
             }
             Op::Pin { seq, len } => self.pin(*seq, *len),

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! look:      a read of microseconds: waits for the change that runs, never for one that waits
-//! look_long: attend, read, save, check: lets a change that has waited for PATIENCE go first, so that none starves
-//! change:    waits for all that run
+//! look_long: attend, read, save, check: waits for changes that have waited for PATIENCE, too, so that none starves
+//! change:    waits for all that run; lets others go first that have waited for PATIENCE, until it has itself
 //! ```
 //! Who waits tries again and again instead of queueing in the lock itself. So it can look for Ctrl-C meanwhile, other
 //! reads pass it, and a child process can tell that the thread which held the lock was left behind in its parent.
@@ -19,8 +19,8 @@ use kvcore::{Error, Result};
 
 use crate::error::in_signal_handler;
 
-/// How long a change lets later reads pass, all of them.
-const PATIENCE: Duration = Duration::from_millis(10);
+/// How long one waits before those who come later have to let it go first.
+const PATIENCE: Duration = Duration::from_micros(500);
 
 /// How long a child process waits for what somebody held at its fork. Its own threads hold it in passing only.
 const SETTLING: Duration = Duration::from_millis(50);
@@ -28,8 +28,8 @@ const SETTLING: Duration = Duration::from_millis(50);
 /// Tries before the first sleep: most calls hold the lock for less time than it takes to fall asleep.
 const YIELDS: u32 = 10;
 
-/// The longest sleep between two tries.
-const SLICE: Duration = Duration::from_millis(1);
+/// The longest sleep between two tries: in PATIENCE, for which others hold back, there is one.
+const SLICE: Duration = Duration::from_micros(400);
 
 /// Forks of which this process is the child: one more than in its parent.
 static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -44,8 +44,9 @@ pub struct Shared<T> {
     value: RwLock<T>,
     /// [`FORKS`] when nobody held it who is not in this process.
     forks: AtomicU32,
-    /// Changes that have waited for [`PATIENCE`].
-    impatient: AtomicUsize,
+    /// Changes, and reads, that have waited for [`PATIENCE`].
+    changes: AtomicUsize,
+    reads: AtomicUsize,
 }
 
 impl<T> Shared<T> {
@@ -53,7 +54,8 @@ impl<T> Shared<T> {
         Self {
             value: RwLock::new(value),
             forks: AtomicU32::new(FORKS.load(Ordering::Relaxed)),
-            impatient: AtomicUsize::new(0),
+            changes: AtomicUsize::new(0),
+            reads: AtomicUsize::new(0),
         }
     }
 
@@ -63,7 +65,7 @@ impl<T> Shared<T> {
     /// [`Error::Interrupted`]; [`Error::InvalidState`] where waiting could never end: in a signal handler, and in a child
     /// process whose parent was changing the value at the fork.
     pub fn look(&self, should_stop: ShouldStop<'_>) -> Result<RwLockReadGuard<'_, T>> {
-        self.get(should_stop, false, || free(self.value.try_read()))
+        self.get(should_stop, &self.reads, |_| free(self.value.try_read()))
     }
 
     /// For a read that may be long.
@@ -71,8 +73,10 @@ impl<T> Shared<T> {
     /// # Errors
     /// As [`Self::look`].
     pub fn look_long(&self, should_stop: ShouldStop<'_>) -> Result<RwLockReadGuard<'_, T>> {
-        self.get(should_stop, false, || {
-            let is_its_turn = self.impatient.load(Ordering::Relaxed) == 0 || in_signal_handler();
+        self.get(should_stop, &self.reads, |_| {
+            // Changes that waited at a fork wait in the parent only.
+            let are_changes = self.changes.load(Ordering::Relaxed) != 0 && self.is_of(FORKS.load(Ordering::Relaxed));
+            let is_its_turn = !are_changes || in_signal_handler();
             if is_its_turn { free(self.value.try_read()) } else { None }
         })
     }
@@ -82,7 +86,10 @@ impl<T> Shared<T> {
     /// # Errors
     /// As [`Self::look`]; in a child process also if a thread of the parent was only reading.
     pub fn change(&self, should_stop: ShouldStop<'_>) -> Result<RwLockWriteGuard<'_, T>> {
-        self.get(should_stop, true, || self.try_change())
+        self.get(should_stop, &self.changes, |is_impatient| {
+            let nobody_is = || self.changes.load(Ordering::Relaxed) == 0 && self.reads.load(Ordering::Relaxed) == 0;
+            if is_impatient || nobody_is() || in_signal_handler() { self.try_change() } else { None }
+        })
     }
 
     /// For a change that can as well be made another time.
@@ -92,22 +99,32 @@ impl<T> Shared<T> {
 
     /// The same for all: what is asked for, at once if it can be had.
     #[inline]
-    fn get<G>(&self, should_stop: ShouldStop<'_>, is_change: bool, attempt: impl Fn() -> Option<G>) -> Result<G> {
+    fn get<G>(
+        &self,
+        should_stop: ShouldStop<'_>,
+        impatient: &AtomicUsize,
+        attempt: impl Fn(bool) -> Option<G>,
+    ) -> Result<G> {
         if self.is_ours()
-            && let Some(guard) = attempt()
+            && let Some(guard) = attempt(false)
         {
             return Ok(guard);
         }
-        self.wait(should_stop, is_change, attempt)
+        self.wait(should_stop, impatient, attempt)
     }
 
     #[cold]
-    fn wait<G>(&self, should_stop: ShouldStop<'_>, is_change: bool, attempt: impl Fn() -> Option<G>) -> Result<G> {
+    fn wait<G>(
+        &self,
+        should_stop: ShouldStop<'_>,
+        impatient: &AtomicUsize,
+        attempt: impl Fn(bool) -> Option<G>,
+    ) -> Result<G> {
         let start = Instant::now();
         let mut impatience = None;
         for round in 0.. {
             let is_ours = self.is_ours();
-            if let Some(guard) = attempt() {
+            if let Some(guard) = attempt(impatience.is_some()) {
                 return Ok(guard);
             }
             if in_signal_handler() {
@@ -124,8 +141,8 @@ impl<T> Shared<T> {
                         .into(),
                 ));
             }
-            if is_change && impatience.is_none() && waited > PATIENCE {
-                impatience = Some(Impatience::new(&self.impatient));
+            if impatience.is_none() && waited > PATIENCE {
+                impatience = Some(Impatience::new(impatient));
             }
             if should_stop() {
                 return Err(Error::Interrupted);
@@ -144,23 +161,29 @@ impl<T> Shared<T> {
     #[inline]
     fn is_ours(&self) -> bool {
         let forks = FORKS.load(Ordering::Relaxed);
-        self.forks.load(Ordering::Acquire) == forks || self.is_free_after(forks)
+        self.is_of(forks) || self.is_free_after(forks)
+    }
+
+    #[inline]
+    fn is_of(&self, forks: u32) -> bool {
+        self.forks.load(Ordering::Acquire) == forks
     }
 
     /// After a fork: whether nobody was in the middle of a call. From then on the lock is this process's own.
     #[cold]
     fn is_free_after(&self, forks: u32) -> bool {
         let Some(_nobody_else) = self.try_change() else { return false };
-        // Another thread may have been here just before, and changes may wait since.
+        // Another thread may have been here just before, and others may wait since.
         if self.forks.load(Ordering::Relaxed) != forks {
-            self.impatient.store(0, Ordering::Relaxed);
+            self.changes.store(0, Ordering::Relaxed);
+            self.reads.store(0, Ordering::Relaxed);
             self.forks.store(forks, Ordering::Release);
         }
         true
     }
 }
 
-/// A change that waits for too long, until it has waited.
+/// One that has waited for too long, until it has waited.
 struct Impatience<'a>(&'a AtomicUsize);
 
 impl<'a> Impatience<'a> {

@@ -81,7 +81,7 @@ impl BlockManager {
         }
         let tables = self.hold(found, tables, moves)?;
         let mut sequence = Sequence::new(tokens, tables, domain, class);
-        (sequence.use_prefix, sequence.era) = (use_prefix, self.era);
+        (sequence.use_prefix, sequence.was_to_share, sequence.era) = (use_prefix, use_prefix, self.era);
         (sequence.computed, sequence.cached) = (found, found);
         sequence.borrowed = found % self.config.block_size != 0;
         sequence.chained = found / self.config.block_size;

@@ -75,14 +75,14 @@ impl BlockManager {
     /// A breakpoint: the prefix of that many tokens gets at least this retention, now as far as it is published and
     /// otherwise when it is. A mark in the middle of a block holds for the whole block. Errors: `InvalidHandle`;
     /// `InvalidArgument` unless `num_tokens` is 1 to the tokens known, for a priority above 100, or for too many kinds of
-    /// retention at once; `InvalidState` for a sequence that publishes nothing.
+    /// retention at once; `InvalidState` for a sequence that was added without prefixes.
     pub fn mark(&mut self, seq: SeqId, num_tokens: usize, retention: Retention) -> Result<()> {
         let sequence = self.sequences.get_mut(seq)?;
         let known = sequence.tokens.len();
         if num_tokens == 0 || num_tokens > known {
             return Err(Error::InvalidArgument(format!("num_tokens: expected 1 to {known}, got {num_tokens}")));
         }
-        if !sequence.use_prefix {
+        if !sequence.was_to_share {
             return Err(Error::InvalidState("the sequence does not share its prefix: there is nothing to mark".into()));
         }
         let class = self.blocks.classes.acquire(retention)?;

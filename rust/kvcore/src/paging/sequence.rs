@@ -73,6 +73,8 @@ pub(super) struct Sequence {
     pub seen: u64,
     pub domain: Arc<OwnedKey>,
     pub use_prefix: bool,
+    /// Whether it was added as one that shares prefixes; it may have become one that cannot since.
+    pub was_to_share: bool,
     /// Resets of the prefix cache before the first token was computed: what is older is not published any more.
     pub era: u64,
     /// Leading blocks that were published, or found to be published by others already, and the node of the last.
@@ -102,6 +104,7 @@ impl Sequence {
             seen: 0,
             domain,
             use_prefix: false,
+            was_to_share: false,
             era: 0,
             chained: 0,
             link: Link::NONE,
