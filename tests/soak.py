@@ -409,7 +409,7 @@ def mark(soak: Soak) -> bool:
     try:
         soak.cache.mark(seq.handle, n, ttl=rng.choice([None, 3.0, 100.0]), priority=rng.choice([0, 50, 100]))
     except InvalidState:  # it shares no prefixes
-        assert seq.key[3] or seq.key[2] is None  # with cross layers only `extra` says what may be shared
+        assert seq.key[3] or seq.key[2] is None  # cross layers share by `extra` alone
     return True
 
 

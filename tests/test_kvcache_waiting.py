@@ -144,7 +144,7 @@ def in_child(work):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_child_that_was_forked_in_the_middle_of_a_read(waits: bool) -> None:
-    """Its reads work; a change says at once that it can never be made. The parent goes on, also with a waiting change."""
+    """Its reads work; a change says at once that it cannot be made. The parent goes on, with a waiting change, too."""
     run(
         IN_A_CHILD
         + f"waits = {waits}"

@@ -443,8 +443,8 @@ class KVCache:
             ttl, priority: as for ``add``. Parents of a block outlive it: they are kept at least as long.
 
         Raises:
-            InvalidState: the sequence shares no prefixes: ``use_prefix=False``, prefix caching is off, or there are cross
-                layers and it was added without ``extra``.
+            InvalidState: the sequence shares no prefixes: ``use_prefix=False``, prefix caching is off, or there are
+                cross layers and it was added without ``extra``.
         """
 
     def pin(self, seq: Sequence, num_tokens: int | None = None) -> Pin:
