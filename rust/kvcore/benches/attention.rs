@@ -11,7 +11,7 @@ mod limits;
 use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kvcore::attention::{Call, Mask, Rows, attend};
+use kvcore::attention::{Call, Mask, Rows, Scoring, attend};
 use kvcore::paging::BlockId;
 use kvcore::simd::Level;
 use kvcore::storage::{KvDtype, KvStore, Layout, Scales};
@@ -97,9 +97,10 @@ impl Cache {
         let items: Vec<Rows> = self.tables.iter().map(|blocks| Rows { blocks, start, len: rows, mask }).collect();
         let q = vec![0.5; items.len() * rows * num_q_heads * k_dim];
         let mut out = vec![0.0; items.len() * rows * num_q_heads * v_dim];
-        let call = Call { view: self.store.layer(0), rows: &items, num_q_heads, scale: 0.1, q: &q };
+        let scoring = Scoring::plain(0.1);
+        let call = Call { view: self.store.layer(0), rows: &items, num_q_heads, scoring, q: &q };
         let start = Instant::now();
-        attend(level, threads, &call, &mut out, NEVER).expect("attend");
+        attend(level, threads, &call, &mut out[..], NEVER).expect("attend");
         let seconds = start.elapsed().as_secs_f64();
         assert!(out.iter().all(|x| (x - 0.25).abs() < 1e-2));
         seconds

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use cases::cases;
 use half::bf16;
 use kvcore::attention::reference::Dense;
-use kvcore::attention::{Call, Mask, Rows, attend};
+use kvcore::attention::{Call, Mask, Rows, Scoring, attend};
 use kvcore::paging::BlockId;
 use kvcore::simd::Level;
 use kvcore::storage::{KvDtype, KvStore, Layout, ScaleMode, Scales};
@@ -208,8 +208,8 @@ impl Fixture {
         let mut out = vec![f32::NAN; q.len() / q_width * out_width];
         let threads = Threads::new(Some(threads)).unwrap();
         let (view, num_q_heads) = (self.store.layer(0), self.shape.q_heads());
-        let call = Call { view, rows: &rows, num_q_heads, scale: self.scale(), q: &q };
-        attend(level, &threads, &call, &mut out, NEVER).unwrap();
+        let call = Call { view, rows: &rows, num_q_heads, scoring: Scoring::plain(self.scale()), q: &q };
+        attend(level, &threads, &call, &mut out[..], NEVER).unwrap();
         let mut rest = out.as_slice();
         items
             .iter()
@@ -468,8 +468,8 @@ fn trap_15_absorbed_and_expanded_latent_attention_agree() {
         fixture.write(0, 0, k, v);
         let mut out = vec![0.0; tokens * shape.widths().1];
         let rows = [Rows { blocks: &fixture.tables[0], start: 0, len: tokens, mask: Mask::Causal }];
-        let call = Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scale, q };
-        attend(level, &Threads::new(Some(1)).unwrap(), &call, &mut out, NEVER).unwrap();
+        let call = Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scoring: Scoring::plain(scale), q };
+        attend(level, &Threads::new(Some(1)).unwrap(), &call, &mut out[..], NEVER).unwrap();
         out
     };
     let by_hand = Dense { k: &k, v: Cow::Borrowed(&v), num_kv_heads: heads, k_dim: NOPE + ROPE, v_dim: V }.attend(
@@ -607,8 +607,8 @@ fn bad_shapes_are_errors() {
     let rows = |start, len| [Rows { blocks: table, start, len, mask: Mask::Causal }];
     let call = |rows: &[Rows], num_q_heads, scale, q_len, out_len| {
         let (q, mut out) = (vec![0.0; q_len], vec![0.0; out_len]);
-        let call = Call { view: f.store.layer(0), rows, num_q_heads, scale, q: &q };
-        attend(Level::best(), &threads, &call, &mut out, NEVER)
+        let call = Call { view: f.store.layer(0), rows, num_q_heads, scoring: Scoring::plain(scale), q: &q };
+        attend(Level::best(), &threads, &call, &mut out[..], NEVER)
     };
     let masked = |mask, blocks: &[BlockId]| call(&[Rows { blocks, start: 38, len: 2, mask }], 4, 1.0, 64, 48);
     let returned = [BlockId::NONE, table[1], table[2]];

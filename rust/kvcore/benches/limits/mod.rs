@@ -21,11 +21,11 @@ pub fn median(mut values: Vec<f64>) -> f64 {
 /// Sums 16 lanes of a buffer, so that every byte is loaded: eight streams of sums that do not wait for each other.
 struct ReadAll<'a>(&'a [[f32; LANES]]);
 
-impl Work for ReadAll<'_> {
+impl<S: Simd> Work<S> for ReadAll<'_> {
     type Output = f32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> f32 {
+    fn run(self, s: S) -> f32 {
         let mut sums = [s.splat(0.0); 4];
         for step in self.0.chunks_exact(4) {
             for (sum, x) in sums.iter_mut().zip(step) {
@@ -83,16 +83,18 @@ impl Products {
     }
 }
 
-impl Work for Products {
+impl<S: Simd> Work<S> for Products {
     type Output = f32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> f32 {
+    fn run(self, s: S) -> f32 {
         let mut sums = [s.splat(0.0); 12];
         let n = Self::sums::<S>();
         if self.bf16 {
             let x = s.pair_bf16(&black_box([0x3f80; 2 * LANES]));
-            let factor = black_box(0x3c00_3c00);
+            let mut factors: [S::Factor; LANES / 2] = [bytemuck::Zeroable::zeroed(); LANES / 2];
+            s.store_factors(s.splat(0.0078125), &mut factors);
+            let factor = black_box(factors)[0];
             for _ in 0..self.rounds {
                 for sum in &mut sums[..n] {
                     *sum = s.dot_pair(*sum, x, factor);
@@ -117,9 +119,9 @@ impl Work for Products {
 /// The register tile's width of `level`.
 struct Sums;
 
-impl Work for Sums {
+impl<S: Simd> Work<S> for Sums {
     type Output = usize;
-    fn run<S: Simd>(self, _: S) -> usize {
+    fn run(self, _: S) -> usize {
         Products::sums::<S>()
     }
 }

@@ -38,6 +38,12 @@ pub struct Buffers<F: Format> {
     v: Vec<F::Raw>,
 }
 
+impl<F: Format> Default for Buffers<F> {
+    fn default() -> Self {
+        Self { k: Vec::new(), v: Vec::new() }
+    }
+}
+
 /// The tiles of one chunk; empty where no row sees them.
 pub struct Chunk<'a, F: Format> {
     /// `[k_dim / STEP]` steps of 16 tokens each.
@@ -73,14 +79,12 @@ impl<'a> Context<'a> {
         (self.blocks[t / per_block], t % per_block)
     }
 
-    /// Buffers for [`Self::chunk`], empty if it needs none.
-    pub fn buffers<F: Format>(&self) -> Buffers<F> {
+    /// Make room in `buffers` for [`Self::chunk`], or none if it needs none.
+    pub fn prepare<F: Format>(&self, buffers: &mut Buffers<F>) {
         let (k, v) = self.steps::<F>();
-        let room = |steps: usize, needed: bool| match needed {
-            true => vec![bytemuck::Zeroable::zeroed(); TILES * steps],
-            false => Vec::new(),
-        };
-        Buffers { k: room(k, self.expands()), v: room(v, self.expands() || self.view.layout.latent) }
+        let room = |steps: usize, needed: bool| if needed { TILES * steps } else { 0 };
+        buffers.k.resize(room(k, self.expands()), bytemuck::Zeroable::zeroed());
+        buffers.v.resize(room(v, self.expands() || self.view.layout.latent), bytemuck::Zeroable::zeroed());
     }
 
     /// The tiles `tiles` of chunk `c`.
@@ -131,11 +135,11 @@ struct Fill<'a, F: Format> {
     buffers: &'a mut Buffers<F>,
 }
 
-impl<F: Format> Work for Fill<'_, F> {
+impl<S: Simd, F: Format> Work<S> for Fill<'_, F> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let Context { view, head, .. } = self.context;
         let (k_steps, v_steps) = self.context.steps::<F>();
         for t in self.tiles {

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::{Batch, KvCache, Place};
-use crate::attention::{self, Call, Mask, Rows};
+use crate::attention::{self, Call, Mask, Rows, Scoring};
 use crate::paging::{BlockId, SeqId};
 use crate::simd::Level;
 use crate::storage::{KvStore, Layout};
@@ -149,7 +149,7 @@ impl KvCache {
             }
             None => (layout.k_dim as f32).sqrt().recip(),
         };
-        let call = Call { view: store.layer(index), rows: &rows, num_q_heads, scale, q };
+        let call = Call { view: store.layer(index), rows: &rows, num_q_heads, scoring: Scoring::plain(scale), q };
         attention::attend(self.level, &self.threads, &call, out, should_stop)
     }
 

@@ -34,10 +34,10 @@ fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
-impl Work for Suite {
+impl<S: Simd> Work<S> for Suite {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let out = |v: S::F32| {
             let mut x = [0.0; LANES];
             s.store(v, &mut x);
@@ -80,8 +80,10 @@ impl Work for Suite {
         assert!((s.reduce_sum(b) - other.iter().sum::<f32>()).abs() < 1e-5);
 
         // Each of a pair on its own: multiplied by one and by zero, added to zero.
-        let one = u32::from(half::bf16::from_f32(1.0).to_bits());
-        let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, if second { one << 16 } else { one }));
+        let mut ones: [S::Factor; LANES / 2] = [bytemuck::Zeroable::zeroed(); LANES / 2];
+        let alternating: [f32; LANES] = std::array::from_fn(|i| f32::from(u8::from(matches!(i, 0 | 3))));
+        s.store_factors(s.load(&alternating), &mut ones);
+        let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, ones[usize::from(second)]));
         for start in (0..256).step_by(2 * LANES) {
             let codes: [u8; 2 * LANES] = std::array::from_fn(|i| (start + i) as u8);
             let integers = codes.map(|code| code as i8);

@@ -18,7 +18,7 @@ use super::vector::Simd;
 pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
     s: S,
     panels: [&[F::Raw]; B],
-    coefs: &[[F::Coef; M]],
+    coefs: &[[F::Coef<S>; M]],
 ) -> [[S::F32; B]; M] {
     let steps = coefs.len();
     let mut panels = panels;
@@ -50,7 +50,7 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
     acc: &mut [[S::F32; D]; M],
     rows: &[F::Raw],
     stride: usize,
-    coefs: &[[F::Coef; N]; M],
+    coefs: &[[F::Coef<S>; N]; M],
     from: usize,
     to: usize,
     (half_first, half_last): (bool, bool),
