@@ -7,8 +7,12 @@ use std::time::Instant;
 use kvcore::simd::{LANES, Level, Simd, Work};
 use kvcore::threads::{NEVER, Threads};
 
-/// Bytes of the buffer that the bandwidth is read from: larger than any cache of the machine at hand.
-const BUFFER: usize = 256 << 20;
+/// Bytes of what is read to measure memory, not caches: twice the last-level cache, as far as that is known and sane.
+pub fn beyond_caches() -> usize {
+    let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size").unwrap_or_default();
+    let kibibytes = size.trim().strip_suffix('K').and_then(|n| n.parse::<usize>().ok()).unwrap_or(0);
+    (2 * kibibytes << 10).clamp(160 << 20, 512 << 20)
+}
 /// Measurements; the median counts.
 const ROUNDS: usize = 9;
 
@@ -42,7 +46,7 @@ pub struct ReadBuffer(memmap2::MmapMut);
 impl ReadBuffer {
     /// A touched buffer.
     pub fn new() -> Self {
-        let mut map = memmap2::MmapMut::map_anon(BUFFER).expect("memory for the bandwidth measurement");
+        let mut map = memmap2::MmapMut::map_anon(beyond_caches()).expect("memory for the bandwidth measurement");
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
         map.fill(1);
@@ -60,7 +64,7 @@ impl ReadBuffer {
                 black_box(level.dispatch(ReadAll(part)));
             })
             .expect("threads");
-        BUFFER as f64 / start.elapsed().as_secs_f64() / 1e9
+        self.0.len() as f64 / start.elapsed().as_secs_f64() / 1e9
     }
 }
 
@@ -97,7 +101,7 @@ impl<S: Simd> Work<S> for Products {
             let factor = black_box(factors)[0];
             for _ in 0..self.rounds {
                 for sum in &mut sums[..n] {
-                    *sum = s.dot_pair(*sum, x, factor);
+                    *sum = s.dot_pair(*sum, x, &factor);
                 }
             }
         } else {

@@ -21,6 +21,9 @@ pub const CHUNK: usize = 256;
 /// Tiles of a chunk.
 pub const TILES: usize = CHUNK / TILE;
 
+/// K tiles that are asked for before their chunk's turn comes: those that go through the registers first.
+pub const NEXT_TILES: usize = 4;
+
 /// What one KV head of a sequence has stored.
 #[derive(Clone, Copy)]
 pub struct Context<'a> {
@@ -52,6 +55,8 @@ pub struct Chunk<'a, F: Format> {
     pub v: [&'a [F::Raw]; TILES],
     /// Scales of each token, where the cache has them.
     pub scales: Option<TokenScales<'a>>,
+    /// The first K tiles of the next chunk, to be asked for ahead; empty where there are none, or not in this form.
+    pub next_k: [&'a [F::Raw]; NEXT_TILES],
 }
 
 /// What each token's stored values are multiplied by.
@@ -105,7 +110,7 @@ impl<'a> Context<'a> {
         }
         let buffers: &'b Buffers<F> = buffers;
         let (k_steps, v_steps) = self.steps::<F>();
-        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None };
+        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None, next_k: [&[]; NEXT_TILES] };
         for t in tiles {
             let (block, tile) = place(t);
             chunk.k[t] = match buffers.k.is_empty() {
@@ -121,6 +126,16 @@ impl<'a> Context<'a> {
                 const ONES: &[f32; TILE] = &[1.0; TILE];
                 let scales = chunk.scales.get_or_insert(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
                 (scales.k[t], scales.v[t]) = (k, v);
+            }
+        }
+        if buffers.k.is_empty() {
+            for (t, next) in chunk.next_k.iter_mut().enumerate() {
+                let t = (c + 1) * TILES + t;
+                let block = self.blocks.get(t / (view.layout.block_size / TILE));
+                if block.is_some_and(|block| block.index() < view.layout.num_blocks) {
+                    let (block, tile) = self.place(t);
+                    *next = bytemuck::cast_slice(view.k_tile(block, head, tile));
+                }
             }
         }
         chunk

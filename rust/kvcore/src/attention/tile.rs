@@ -17,7 +17,7 @@
 
 use std::ops::Range;
 
-use super::chunk::{Buffers, CHUNK, Chunk, Context};
+use super::chunk::{Buffers, CHUNK, Chunk, Context, NEXT_TILES, TILES};
 use super::scoring::Scoring;
 use super::softmax::{Merge, Weights};
 use crate::simd::{Format, LANES, Simd, Work, tile as kernel};
@@ -286,7 +286,9 @@ impl QueryTile<'_> {
         let visible: [Range<usize>; M] = std::array::from_fn(|m| self.visible(c, first + m));
         let Some(Shared { any, all }) = shared(&visible) else { return };
 
-        s.run(Scores::<S, F, M, B> { chunk, tiles: tiles_of(&any), queries, scores });
+        // Later queries find the tiles in the cache.
+        let prefetch = first == 0;
+        s.run(Scores::<S, F, M, B> { chunk, tiles: tiles_of(&any), queries, scores, prefetch });
         let k_scale = self.context.view.k_scale(self.context.head);
         for m in 0..M {
             if !visible[m].is_empty() {
@@ -309,17 +311,17 @@ impl QueryTile<'_> {
             let own = std::array::from_ref(&weights[m]);
             let before = visible[m].start..visible[m].end.min(all.start);
             if !before.is_empty() {
-                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: before, width, weights: own, acc });
+                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: before, width, weights: own, acc, prefetch: false });
             }
         }
         if !all.is_empty() {
-            s.run(Mix::<S, F, M, D> { chunk, tokens: all.clone(), width, weights, acc });
+            s.run(Mix::<S, F, M, D> { chunk, tokens: all.clone(), width, weights, acc, prefetch });
         }
         for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
             let own = std::array::from_ref(&weights[m]);
             let behind = visible[m].start.max(all.end)..visible[m].end;
             if !behind.is_empty() {
-                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: behind, width, weights: own, acc });
+                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: behind, width, weights: own, acc, prefetch: false });
             }
         }
     }
@@ -416,34 +418,47 @@ struct Scores<'a, S: Simd, F: Format, const M: usize, const B: usize> {
     tiles: Range<usize>,
     queries: &'a [[F::Coef<S>; M]],
     scores: &'a mut [[f32; CHUNK]],
+    prefetch: bool,
 }
 
 impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, S, F, M, B> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self, s: S) {
-        let mut store = |t: usize, m: usize, x: S::F32| {
-            s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
-        };
+    fn run(mut self, s: S) {
         let mut t = self.tiles.start;
         while t + B <= self.tiles.end {
             let panels = self.chunk.k[t..].first_chunk().expect("B panels");
-            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries);
+            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries, self.ahead(t + B));
             for m in 0..M {
                 for b in 0..B {
-                    store(t + b, m, acc[m][b]);
+                    self.store(s, t + b, m, acc[m][b]);
                 }
             }
             t += B;
         }
         while t < self.tiles.end {
-            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries);
+            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries, self.ahead(t + 1));
             for m in 0..M {
-                store(t, m, acc[m][0]);
+                self.store(s, t, m, acc[m][0]);
             }
             t += 1;
         }
+    }
+}
+
+impl<S: Simd, F: Format, const M: usize, const B: usize> Scores<'_, S, F, M, B> {
+    #[inline(always)]
+    fn store(&mut self, s: S, t: usize, m: usize, x: S::F32) {
+        s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
+    }
+
+    /// What is read after this: the K tiles from `next` on, and behind the last one V.
+    #[inline(always)]
+    fn ahead<const N: usize>(&self, next: usize) -> Option<[*const F::Raw; N]> {
+        let (k, v) = (&self.chunk.k[..self.tiles.end], &self.chunk.v[self.tiles.start..self.tiles.end]);
+        let tile = |i: usize| k.get(next + i).or_else(|| v.get(i)).map_or(std::ptr::null(), |tile| tile.as_ptr());
+        self.prefetch.then(|| std::array::from_fn(tile))
     }
 }
 
@@ -454,6 +469,7 @@ struct Mix<'a, S: Simd, F: Format, const M: usize, const D: usize> {
     width: usize,
     weights: &'a [[F::Coef<S>; CHUNK]; M],
     acc: &'a mut [f32],
+    prefetch: bool,
 }
 
 impl<S: Simd, F: Format, const M: usize, const D: usize> Work<S> for Mix<'_, S, F, M, D> {
@@ -494,7 +510,11 @@ impl<S: Simd, F: Format, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
             let (first, last) = (start / F::STEP, end.div_ceil(F::STEP));
             let rows = &self.chunk.v[t][(first - t * TILE / F::STEP) * vectors + d..];
             let halves = (!start.is_multiple_of(F::STEP), !end.is_multiple_of(F::STEP));
-            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, first, last, halves);
+            let ahead = self.ahead(t, d, N);
+            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, ahead, first, last, halves);
+            if self.prefetch && d + N >= vectors {
+                self.next_chunk(s, t);
+            }
         }
         for m in 0..M {
             for i in 0..N {
@@ -502,5 +522,23 @@ impl<S: Simd, F: Format, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
             }
         }
     }
-}
 
+    /// What is read after tile `t` of the vectors `d..d + n`: the same vectors of the next tile, and behind the last tile
+    /// the next vectors of the first.
+    #[inline(always)]
+    fn ahead(&self, t: usize, d: usize, n: usize) -> Option<*const F::Raw> {
+        let tiles = tiles_of(&self.tokens);
+        let (tile, d) = if t + 1 < tiles.end { (t + 1, d) } else { (tiles.start, d + n) };
+        self.prefetch.then(|| self.chunk.v[tile].as_ptr().wrapping_add(d))
+    }
+
+    /// Ask for a sixteenth of the next chunk's first K tiles.
+    #[inline(always)]
+    fn next_chunk(&self, s: S, t: usize) {
+        const PARTS: usize = TILES / NEXT_TILES;
+        let tile = self.chunk.next_k[t / PARTS];
+        for line in tile.chunks(tile.len().div_ceil(PARTS).max(1)).nth(t % PARTS).into_iter().flatten() {
+            s.prefetch(line);
+        }
+    }
+}

@@ -225,7 +225,7 @@ fn accumulate<S: Simd, F: Stored, const M: usize>(
         let loaded: [F::Loaded<S>; GROUP] = std::array::from_fn(|g| F::load(s, &weights[g]));
         for m in 0..M {
             for g in 0..GROUP {
-                sums[m][g] = F::dot(s, sums[m][g], loaded[g], coefs[m][i]);
+                sums[m][g] = F::dot(s, sums[m][g], loaded[g], &coefs[m][i]);
             }
         }
     }

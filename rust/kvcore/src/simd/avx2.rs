@@ -83,6 +83,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, at: *const T) {
+        // SAFETY: every x86-64 CPU has the instruction; it never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> Lanes {
         // SAFETY: `self` proves the feature.
         let v = unsafe { _mm256_set1_ps(x) };
@@ -257,7 +262,7 @@ impl Simd for Avx2 {
         self.store(x, bytemuck::cast_mut(out));
     }
     #[inline(always)]
-    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: [f32; 2]) -> Lanes {
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
         self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
     }
 }

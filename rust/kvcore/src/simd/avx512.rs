@@ -26,6 +26,11 @@ impl Avx512 {
 macro_rules! f32_in_one_register {
     () => {
         #[inline(always)]
+        fn prefetch<T>(self, at: *const T) {
+            // SAFETY: every x86-64 CPU has the instruction; it never faults, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        }
+        #[inline(always)]
         fn splat(self, x: f32) -> __m512 {
             // SAFETY: `self` proves the feature.
             unsafe { _mm512_set1_ps(x) }
@@ -255,7 +260,7 @@ impl Simd for Avx512 {
         self.store(x, bytemuck::cast_mut(out));
     }
     #[inline(always)]
-    fn dot_pair(self, acc: __m512, x: Self::Pair, q: [f32; 2]) -> __m512 {
+    fn dot_pair(self, acc: __m512, x: Self::Pair, q: &[f32; 2]) -> __m512 {
         self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
     }
 }

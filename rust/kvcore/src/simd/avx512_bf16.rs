@@ -142,11 +142,11 @@ impl Simd for Avx512Bf16 {
         self.store_bf16(x, bytemuck::cast_mut(out));
     }
     #[inline(always)]
-    fn dot_pair(self, acc: __m512, x: __m512i, q: u32) -> __m512 {
+    fn dot_pair(self, acc: __m512, x: __m512i, q: &u32) -> __m512 {
         // SAFETY: `self` proves the feature; both types are 512 plain bits.
         unsafe {
             let x: __m512bh = std::mem::transmute(x);
-            let q: __m512bh = std::mem::transmute(_mm512_set1_epi32(q as i32));
+            let q: __m512bh = std::mem::transmute(_mm512_set1_epi32(*q as i32));
             _mm512_dpbf16_ps(acc, x, q)
         }
     }

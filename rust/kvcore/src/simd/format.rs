@@ -24,7 +24,7 @@ pub trait Format: Copy + Send + Sync + 'static {
     /// A loaded step with all but the last value of each lane set to zero.
     fn last<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// `acc + x * coef`.
-    fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: Self::Coef<S>) -> S::F32;
+    fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: &Self::Coef<S>) -> S::F32;
     /// 16 factors rounded as the format multiplies, kept as f32.
     fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32;
     /// Store 16 factors that [`Self::round_coefs`] has rounded as 16 / `STEP` coefficients.
@@ -90,8 +90,8 @@ macro_rules! single {
                 x
             }
             #[inline(always)]
-            fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: f32) -> S::F32 {
-                s.mul_add(x, s.splat(coef), acc)
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: &f32) -> S::F32 {
+                s.mul_add(x, s.splat(*coef), acc)
             }
             #[inline(always)]
             fn round_coefs<S: Simd>(_: S, x: S::F32) -> S::F32 {
@@ -128,7 +128,7 @@ macro_rules! paired {
                 s.pair_second(x)
             }
             #[inline(always)]
-            fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: S::Factor) -> S::F32 {
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: &S::Factor) -> S::F32 {
                 s.dot_pair(acc, x, coef)
             }
             #[inline(always)]

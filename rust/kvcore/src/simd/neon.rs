@@ -117,6 +117,11 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, at: *const T) {
+        // SAFETY: a hint that never faults and writes neither memory nor registers.
+        unsafe { std::arch::asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(nostack, preserves_flags, readonly)) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> Lanes {
         // SAFETY: `self` proves the feature.
         unsafe { [vdupq_n_f32(x); 4] }
@@ -250,7 +255,7 @@ impl Simd for Neon {
         self.store(x, bytemuck::cast_mut(out));
     }
     #[inline(always)]
-    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: [f32; 2]) -> Lanes {
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
         self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
     }
 }

@@ -50,6 +50,8 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, _: *const T) {}
+    #[inline(always)]
     fn splat(self, x: f32) -> Lanes {
         [x; LANES]
     }
@@ -171,7 +173,7 @@ impl Simd for Scalar {
         self.store(x, bytemuck::cast_mut(out));
     }
     #[inline(always)]
-    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: [f32; 2]) -> Lanes {
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
         self.mul_add(x.1, [q[1]; LANES], self.mul_add(x.0, [q[0]; LANES], acc))
     }
 }

@@ -83,7 +83,7 @@ impl<S: Simd> Work<S> for Suite {
         let mut ones: [S::Factor; LANES / 2] = [bytemuck::Zeroable::zeroed(); LANES / 2];
         let alternating: [f32; LANES] = std::array::from_fn(|i| f32::from(u8::from(matches!(i, 0 | 3))));
         s.store_factors(s.load(&alternating), &mut ones);
-        let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, ones[usize::from(second)]));
+        let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, &ones[usize::from(second)]));
         for start in (0..256).step_by(2 * LANES) {
             let codes: [u8; 2 * LANES] = std::array::from_fn(|i| (start + i) as u8);
             let integers = codes.map(|code| code as i8);

@@ -31,6 +31,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// many shapes inlined into one function would take the compiler minutes.
     fn run<W: Work<Self>>(self, work: W) -> W::Output;
 
+    /// Ask for the cache line at `at`, which may be any address: a hint, without effect on any value.
+    fn prefetch<T>(self, at: *const T);
+
     /// `x` in all lanes.
     fn splat(self, x: f32) -> Self::F32;
     /// Load 16 values.
@@ -80,8 +83,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn pair_second(self, x: Self::Pair) -> Self::Pair;
     /// Store 16 values that [`Self::round_bf16`] has rounded as 8 factors.
     fn store_factors(self, x: Self::F32, out: &mut [Self::Factor; LANES / 2]);
-    /// `acc + x.0 * q.0 + x.1 * q.1` per lane.
-    fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: Self::Factor) -> Self::F32;
+    /// `acc + x.0 * q.0 + x.1 * q.1` per lane. By reference: broadcasts straight from memory cost no arithmetic port.
+    fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: &Self::Factor) -> Self::F32;
 
     /// The largest lane (any lane if one is NaN).
     #[inline(always)]
