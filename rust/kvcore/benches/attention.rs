@@ -62,6 +62,9 @@ fn formats(shape: &Shape) -> &'static [KvDtype] {
 
 const BLOCK: usize = 16;
 
+/// Measurements of a kernel and its limit; medians count.
+const ROUNDS: usize = 5;
+
 /// Some sequences of equal length in one layer; their tables run through the pool in a shuffled order, as those of a
 /// server that has run for a while do.
 struct Cache {
@@ -137,7 +140,7 @@ fn levels() -> Vec<Level> {
 /// Medians of a kernel's rate and of its limit, measured in turn.
 fn beside(mut kernel: impl FnMut() -> f64, limit: impl Fn() -> f64) -> (f64, f64) {
     kernel();
-    let (rates, limits) = (0..5).map(|_| (kernel(), limit())).unzip();
+    let (rates, limits) = (0..ROUNDS).map(|_| (kernel(), limit())).unzip();
     (limits::median(rates), limits::median(limits))
 }
 

@@ -67,6 +67,11 @@ pub enum HeadBias<'a> {
 }
 
 impl<'a> Scoring<'a> {
+    /// Whether there is nothing but the scale.
+    pub fn is_plain(&self) -> bool {
+        self.softcap.is_none() && self.sinks.is_none() && matches!(self.bias, Bias::None)
+    }
+
     /// # Errors
     /// [`Error::InvalidArgument`] for numbers that are not finite or of the wrong count.
     pub(super) fn check(&self, num_q_heads: usize) -> Result<()> {
