@@ -6,6 +6,7 @@
 //! find the rows that read the same blocks                                  [`cascade`]
 //! cut them into tasks, run these on all threads, merge what was split      [`run`]
 //! a task: some queries of one KV head over chunks of its context           [`tile`], [`chunk`], [`softmax`]
+//! the weights of chosen rows, where they are asked for                     [`maps`]
 //! ```
 //! One chunk of the context is 256 tokens at fixed positions; a row's result is the in-order merge of its chunks,
 //! so neither batch, shared prefixes, row tiles, task splits nor threads change a bit of it (see [`tile`]).
@@ -13,6 +14,7 @@
 
 mod cascade;
 mod chunk;
+mod maps;
 mod mask;
 pub mod reference;
 mod run;
@@ -20,6 +22,7 @@ mod scoring;
 mod softmax;
 mod tile;
 
+pub use maps::attention_weights;
 pub use mask::Mask;
 pub use scoring::{Bias, HeadBias, Scoring};
 
@@ -41,6 +44,13 @@ pub struct Rows<'a> {
     pub len: usize,
     /// Which tokens each row sees.
     pub mask: Mask,
+}
+
+impl Rows<'_> {
+    /// Tokens up to the last that any row sees.
+    pub fn tokens(&self) -> usize {
+        if self.len == 0 { 0 } else { self.mask.sees(self.start + self.len - 1).end }
+    }
 }
 
 /// What one call computes: one layer's attention for the rows of some sequences.
@@ -108,6 +118,10 @@ pub fn attend<'a>(
 impl Call<'_> {
     /// Shapes, masks and the blocks that will be read.
     fn check(&self, output: &Output<'_>) -> Result<()> {
+        self.check_lengths(output.out.len(), output.lse.as_ref().map(|lse| lse.len()))
+    }
+
+    fn check_lengths(&self, out: usize, lse: Option<usize>) -> Result<()> {
         let l = &self.view.layout;
         let heads = self.num_q_heads;
         if heads == 0 || !heads.is_multiple_of(l.num_kv_heads) {
@@ -118,8 +132,8 @@ impl Call<'_> {
         }
         self.scoring.check(heads)?;
         let rows = self.rows.iter().try_fold(0usize, |sum, s| sum.checked_add(s.len));
-        let lse = output.lse.as_ref().map(|lse| ("lse", lse.len(), 1));
-        for (name, len, dim) in [("q", self.q.len(), l.k_dim), ("out", output.out.len(), l.v_dim)].into_iter().chain(lse) {
+        let lse = lse.map(|len| ("lse", len, 1));
+        for (name, len, dim) in [("q", self.q.len(), l.k_dim), ("out", out, l.v_dim)].into_iter().chain(lse) {
             let expected = rows.and_then(|rows| rows.checked_mul(heads)).and_then(|n| n.checked_mul(dim));
             if Some(len) != expected {
                 return Err(Error::InvalidArgument(format!(

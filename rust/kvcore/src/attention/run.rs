@@ -276,7 +276,7 @@ impl<S: Simd, F: Format> Work<S> for On<'_, '_, S, F> {
             PieceResult::Whole(mut slots) => tile.attend(s, self.scratch, |row, head, state| {
                 finish(s, &tile, head, state, &mut slots[row]);
             }),
-            PieceResult::Begin { chunks, state } => tile.run_of_chunks(s, self.scratch, chunks, state),
+            PieceResult::Begin { chunks, state } => tile.run_of_chunks(s, self.scratch, chunks, state, |_, _, _, _| {}),
             PieceResult::Later { first, states } => tile.some_chunks(s, self.scratch, first, states),
         }
     }

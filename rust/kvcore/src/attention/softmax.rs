@@ -88,7 +88,7 @@ impl<S: Simd, F: Format> Work<S> for Weights<'_, S, F> {
                 // Zero times the scale of a stale slot, which may be anything, is not zero.
                 x = F::round_coefs(s, visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero));
             } else {
-                x = F::round_coefs(s, x);
+                x = F::round_weights(s, x);
                 sum = s.add(sum, x);
             }
             F::store_coefs(s, x, out);

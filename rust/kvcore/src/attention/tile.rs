@@ -26,6 +26,11 @@ use crate::storage::TILE;
 /// The largest number of queries that go through one register tile together.
 const MAX_M: usize = 8;
 
+/// Gets a query, the first token of a chunk, what of it the query sees (counted from that token), and the chunk's scores in
+/// base-2 units as the softmax takes them.
+pub trait Observe: FnMut(usize, usize, Range<usize>, &[f32; CHUNK]) {}
+impl<T: FnMut(usize, usize, Range<usize>, &[f32; CHUNK])> Observe for T {}
+
 /// All query heads of one position.
 #[derive(Clone, Debug)]
 pub struct Row<'a> {
@@ -184,7 +189,7 @@ impl QueryTile<'_> {
         mut finish: impl FnMut(usize, usize, State<'_>),
     ) {
         let mut running = std::mem::take(&mut scratch.running);
-        self.run_of_chunks(s, scratch, self.chunks(), &mut running);
+        self.run_of_chunks(s, scratch, self.chunks(), &mut running, |_, _, _, _| {});
         for query in 0..self.num_queries() {
             finish(query / self.group, query % self.group, running.of(query, self.width()));
         }
@@ -198,6 +203,7 @@ impl QueryTile<'_> {
         scratch: &mut Scratch<S, F>,
         chunks: Range<usize>,
         running: &mut Partial,
+        mut observe: impl Observe,
     ) {
         self.pack(s, scratch);
         running.resize(self.num_queries(), self.width());
@@ -205,9 +211,9 @@ impl QueryTile<'_> {
         partial.resize(self.num_queries(), self.width());
         for c in chunks.clone() {
             if c == chunks.start {
-                self.chunk(s, scratch, c, running);
+                self.chunk(s, scratch, c, running, &mut observe);
             } else {
-                self.chunk(s, scratch, c, &mut partial);
+                self.chunk(s, scratch, c, &mut partial, &mut observe);
                 self.merge_chunk(s, c, running, &partial);
             }
         }
@@ -225,7 +231,7 @@ impl QueryTile<'_> {
         self.pack(s, scratch);
         for (i, partial) in partials.iter_mut().enumerate() {
             partial.resize(self.num_queries(), self.width());
-            self.chunk(s, scratch, first + i, partial);
+            self.chunk(s, scratch, first + i, partial, &mut |_, _, _, _| {});
         }
     }
 
@@ -253,7 +259,14 @@ impl QueryTile<'_> {
     }
 
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
-    fn chunk<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<S, F>, c: usize, partial: &mut Partial) {
+    fn chunk<S: Simd, F: Format>(
+        &self,
+        s: S,
+        scratch: &mut Scratch<S, F>,
+        c: usize,
+        partial: &mut Partial,
+        observe: &mut impl Observe,
+    ) {
         let n = self.num_queries();
         let steps = self.context.view.layout.k_dim / F::STEP;
         let seen = self.rows.iter().map(|row| within(c, row.sees.clone())).filter(|v| !v.is_empty());
@@ -266,6 +279,9 @@ impl QueryTile<'_> {
             with_tile!(S::ACCUMULATORS, m, |M, B, D, ONE| {
                 let queries = queries[first * steps..(first + M) * steps].as_chunks::<M>().0;
                 self.register_tile::<S, F, M, B, D, ONE>(s, &chunk, c, first, queries, scores, weights, partial);
+                for m in 0..M {
+                    observe(first + m, c * CHUNK, self.visible(c, first + m), &scores[m]);
+                }
             });
             first += m;
         }

@@ -27,6 +27,9 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: &Self::Coef<S>) -> S::F32;
     /// 16 factors rounded as the format multiplies, kept as f32.
     fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32;
+    /// 16 factors between 0 and 1, rounded to as many bits as [`Self::round_coefs`] leaves, to the nearest; in a few
+    /// operations, where that takes many.
+    fn round_weights<S: Simd>(s: S, x: S::F32) -> S::F32;
     /// Store 16 factors that [`Self::round_coefs`] has rounded as 16 / `STEP` coefficients.
     fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef<S>]);
 
@@ -98,6 +101,10 @@ macro_rules! single {
                 x
             }
             #[inline(always)]
+            fn round_weights<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
+            #[inline(always)]
             fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [f32]) {
                 s.store(x, out.first_chunk_mut().expect("16 coefficients"));
             }
@@ -134,6 +141,12 @@ macro_rules! paired {
             #[inline(always)]
             fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32 {
                 s.round_bf16(x)
+            }
+            #[inline(always)]
+            fn round_weights<S: Simd>(s: S, x: S::F32) -> S::F32 {
+                // Veltkamp's split: the upper 8 bits of 24. Ties go either way.
+                let c = s.mul(x, s.splat(65537.0));
+                s.sub(c, s.sub(c, x))
             }
             #[inline(always)]
             fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) {

@@ -118,6 +118,31 @@ impl<S: Simd> Work<S> for Suite {
             assert_eq!(alone(pair, true)[i], half::bf16::from_bits(bf16s[2 * i + 1]).to_f32());
         }
 
+        // Weights keep 8 bits: what bf16 holds, and as near as its nearest.
+        for step in 0..1000 {
+            let x = lanes(|i| (step * LANES + i) as f32 / 16000.0 * (-(step as f32) / 9.0).exp2());
+            let rounded = out(Bf16::round_weights(s, s.load(&x)));
+            for i in 0..LANES {
+                let nearest = half::bf16::from_f32(x[i]).to_f32();
+                assert_eq!(rounded[i].to_bits() & 0xffff, 0, "{} {}", S::NAME, x[i]);
+                assert!((rounded[i] - x[i]).abs() <= (nearest - x[i]).abs(), "{} {} {}", S::NAME, x[i], rounded[i]);
+            }
+        }
+        assert!(out(Bf16::round_weights(s, s.splat(f32::NAN)))[0].is_nan());
+
+        // tanh against f64, near 0 and far from it.
+        for step in -1500..1500 {
+            let x = lanes(|i| (step as f32 + i as f32 / 16.0) * if step % 2 == 0 { 0.01 } else { 1e-5 });
+            let t = out(math::tanh(s, s.load(&x)));
+            for i in 0..LANES {
+                let truth = f64::from(x[i]).tanh();
+                let near = (f64::from(t[i]) - truth).abs() <= 4e-7 * truth.abs();
+                assert!(near, "{} tanh({}) = {} not {truth}", S::NAME, x[i], t[i]);
+            }
+        }
+        let ends = out(math::tanh(s, s.load(&lanes(|i| [f32::NEG_INFINITY, f32::NAN, 1e30, 0.0][i % 4]))));
+        assert!(ends[0] == -1.0 && ends[1].is_nan() && ends[2] == 1.0 && ends[3] == 0.0, "{} {ends:?}", S::NAME);
+
         // exp2 and silu against f64, over the range and at its ends.
         for step in 0..2000 {
             let x = lanes(|i| -140.0 + 0.0821 * (step as f32 + i as f32 / 16.0));
