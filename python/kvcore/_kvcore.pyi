@@ -670,7 +670,7 @@ class KVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a plan may take: free ones, and cached ones that no sequence holds. Of the group with fewest."""
+        """Blocks that a plan may take: free ones, and cached ones that are not pinned. Of the group with fewest."""
 
     @property
     def threads(self) -> Threads:
