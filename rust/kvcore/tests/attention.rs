@@ -433,9 +433,14 @@ fn shared_prefixes_change_no_bit() {
                 let fixture = fixture.styled((Some(20.0), 1, 0, true));
                 for level in [Level::available()[0], Level::best()] {
                     let items: Vec<Item> = lengths.iter().enumerate().map(|(i, &n)| (i, n - 1, 1)).collect();
-                    let alone: Vec<_> = items.iter().flat_map(|&item| fixture.attend_with_lse(level, 1, &[item])).collect();
+                    let alone: Vec<_> =
+                        items.iter().flat_map(|&item| fixture.attend_with_lse(level, 1, &[item])).collect();
                     for threads in [1, 2, 5] {
-                        assert_eq!(alone, fixture.attend_with_lse(level, threads, &items), "{dtype} {kind:?} {threads}");
+                        assert_eq!(
+                            alone,
+                            fixture.attend_with_lse(level, threads, &items),
+                            "{dtype} {kind:?} {threads}"
+                        );
                     }
                     // Rows of a prompt beside them.
                     let mixed = [(1, 650, 50), items[0], (3, 768, 1), (2, 630, 10)];
@@ -563,7 +568,8 @@ fn trap_15_absorbed_and_expanded_latent_attention_agree() {
         fixture.write(0, 0, k, v);
         let mut out = vec![0.0; tokens * shape.widths().1];
         let rows = [Rows { blocks: &fixture.tables[0], start: 0, len: tokens, mask: Mask::Causal }];
-        let call = Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scoring: Scoring::plain(scale), q };
+        let call =
+            Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scoring: Scoring::plain(scale), q };
         attend(level, &Threads::new(Some(1)).unwrap(), &call, &mut out[..], NEVER).unwrap();
         out
     };

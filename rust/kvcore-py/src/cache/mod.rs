@@ -36,8 +36,8 @@ use crate::runtime::PyThreads;
 use group::Defaults;
 use lock::locked_or_busy;
 use options::{Ttl, key, retention, seconds, set_scales};
-use scores::{ScoreArrays, chosen, queries};
 use report::{Counts, Snapshot, events, nbytes, table};
+use scores::{ScoreArrays, chosen, queries};
 
 /// The paged KV cache of one model. See the stub file for the full documentation of each method.
 ///
@@ -439,7 +439,7 @@ impl PyKvCache {
             let rows = rows.unwrap_or_else(|| (0..batch.num_tokens_of(index)).collect());
             let chosen = (index, &rows[..], &heads[..]);
             let (tokens, weights) =
-                cache.attention_weights(layer, &*batch, q_heads, options, q, chosen, should_stop)?;
+                cache.attention_weights(layer, &batch, q_heads, options, q, chosen, should_stop)?;
             Ok((rows.len(), tokens, weights))
         })?;
         PyArray1::from_vec(py, weights).reshape([count, heads.len(), tokens])

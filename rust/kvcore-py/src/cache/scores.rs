@@ -50,7 +50,6 @@ pub struct ScoreArrays<'py> {
 
 impl<'py> ScoreArrays<'py> {
     /// Arrays of one number for each of `heads` query heads; `position_bias` of some for each.
-    #[expect(clippy::too_many_arguments, reason = "as many as there are")]
     pub fn new(
         heads: usize,
         scale: Option<f64>,

@@ -11,7 +11,7 @@ use kvcore::threads::{NEVER, Threads};
 pub fn beyond_caches() -> usize {
     let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size").unwrap_or_default();
     let kibibytes = size.trim().strip_suffix('K').and_then(|n| n.parse::<usize>().ok()).unwrap_or(0);
-    (2 * kibibytes << 10).clamp(160 << 20, 512 << 20)
+    (2 * (kibibytes << 10)).clamp(160 << 20, 512 << 20)
 }
 /// Measurements; the median counts.
 const ROUNDS: usize = 9;

@@ -6,9 +6,9 @@
 //! A second pass beside [`super::attend`], only where it is asked for: attention itself never holds a row's weights.
 #![forbid(unsafe_code)]
 
+use super::Call;
 use super::chunk::Context;
 use super::tile::{Partial, QueryTile, Row, Scratch};
-use super::Call;
 use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
 use crate::storage::KvDtype;
 use crate::threads::ShouldStop;
@@ -33,7 +33,10 @@ pub fn attention_weights(
     let all = call.q.len() / (call.num_q_heads * call.view.layout.k_dim).max(1);
     call.check_lengths(all.saturating_mul(v_width), None)?;
     let Some(of) = call.rows.get(sequence) else {
-        let text = format!("index: expected a sequence of the batch, 0 to {}, got {sequence}", call.rows.len().saturating_sub(1));
+        let text = format!(
+            "index: expected a sequence of the batch, 0 to {}, got {sequence}",
+            call.rows.len().saturating_sub(1)
+        );
         return Err(Error::InvalidArgument(text));
     };
     for (name, chosen, count) in [("rows", rows, of.len), ("heads", q_heads, call.num_q_heads)] {
@@ -80,7 +83,8 @@ impl<S: Simd, F: Format> Work<S> for On<'_, F> {
     fn run(self, s: S) -> Result<()> {
         let Maps { call, sequence, first, rows, q_heads, tokens, out, should_stop } = self.0;
         let of = &call.rows[sequence];
-        let (group, q_width) = (call.num_q_heads / call.view.layout.num_kv_heads, call.num_q_heads * call.view.layout.k_dim);
+        let (group, q_width) =
+            (call.num_q_heads / call.view.layout.num_kv_heads, call.num_q_heads * call.view.layout.k_dim);
         let mut scratch = Scratch::<S, F>::default();
         let mut running = Partial::default();
         let mut logits = vec![0.0f32; tokens];
@@ -100,9 +104,10 @@ impl<S: Simd, F: Format> Work<S> for On<'_, F> {
                 }
             });
             let seen = rows[0].sees.clone();
-            let sink = call.scoring.sinks.map_or(f64::NEG_INFINITY, |sinks| {
-                f64::from(sinks[q_head]) * std::f64::consts::LOG2_E
-            });
+            let sink = call
+                .scoring
+                .sinks
+                .map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[q_head]) * std::f64::consts::LOG2_E);
             let max = logits[seen.clone()].iter().fold(sink, |max, &x| max.max(f64::from(x)));
             let exp = |x: f64| (x - max).exp2();
             let sum: f64 = logits[seen.clone()].iter().map(|&x| exp(f64::from(x))).sum::<f64>() + exp(sink);

@@ -129,7 +129,8 @@ impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
             for head in 0..kv_heads {
                 let queries = query_tile(tile, head);
                 if tile.whole && tile.chunks.len() <= length {
-                    let taken = tile.rows.clone().map(|row| slots[row * kv_heads + head].take().expect("one whole tile"));
+                    let taken =
+                        tile.rows.clone().map(|row| slots[row * kv_heads + head].take().expect("one whole tile"));
                     pieces.push(Piece { tile: queries, result: PieceResult::Whole(taken.collect()) });
                 } else {
                     for kept in rest.by_ref().take(cut(tile, length).count()) {
@@ -230,9 +231,10 @@ fn cut(tile: &Tile, length: usize) -> impl Iterator<Item = (Range<usize>, bool)>
     let (chunks, begins) = (tile.chunks.clone(), tile.begins);
     let end = chunks.end;
     let length = length.min(chunks.len());
-    chunks.clone().step_by(length).map(move |start| {
-        (start..start.saturating_add(length).min(end), begins && start == chunks.start)
-    })
+    chunks
+        .clone()
+        .step_by(length)
+        .map(move |start| (start..start.saturating_add(length).min(end), begins && start == chunks.start))
 }
 
 /// For each row in the order of [`share`] and each KV head.

@@ -18,7 +18,6 @@ mod fused;
 mod pack;
 mod product;
 
-
 use crate::shape::{expect_len, rows_of};
 use crate::simd::{Bf16, F16, F32, Level};
 use crate::threads::{ShouldStop, Threads};

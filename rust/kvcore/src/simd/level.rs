@@ -124,10 +124,7 @@ impl<O, W: Work<Scalar, Output = O> + OwnLevels<O>> AnyLevel<O> for W {}
 #[cfg(target_arch = "x86_64")]
 pub trait OwnLevels<O>: Work<Avx2, Output = O> + Work<Avx512, Output = O> + Work<Avx512Bf16, Output = O> {}
 #[cfg(target_arch = "x86_64")]
-impl<O, W> OwnLevels<O> for W where
-    W: Work<Avx2, Output = O> + Work<Avx512, Output = O> + Work<Avx512Bf16, Output = O>
-{
-}
+impl<O, W> OwnLevels<O> for W where W: Work<Avx2, Output = O> + Work<Avx512, Output = O> + Work<Avx512Bf16, Output = O> {}
 
 /// The levels of this architecture alone.
 #[cfg(target_arch = "aarch64")]

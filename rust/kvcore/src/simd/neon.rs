@@ -119,7 +119,9 @@ impl Simd for Neon {
     #[inline(always)]
     fn prefetch<T>(self, at: *const T) {
         // SAFETY: a hint that never faults and writes neither memory nor registers.
-        unsafe { std::arch::asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(nostack, preserves_flags, readonly)) }
+        unsafe {
+            std::arch::asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(nostack, preserves_flags, readonly))
+        }
     }
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes {
