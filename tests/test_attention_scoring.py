@@ -80,7 +80,8 @@ def test_outputs_and_weights_follow_the_formula(world: Any, style: str) -> None:
     given, meant = styles(rng)[style]
     out, lse = cache.attend(0, batch, q, 0.3, **given, return_lse=True)
     assert np.array_equal(out, cache.attend(0, batch, q, 0.3, **given))
-    for index, (rows, tokens, start) in enumerate([(slice(0, 3), slice(300, 303), 0), (slice(3, 23), slice(0, 300), 280)]):
+    parts = [(slice(0, 3), slice(300, 303), 0), (slice(3, 23), slice(0, 300), 280)]
+    for index, (rows, tokens, start) in enumerate(parts):
         expected = formula(q[rows], k[tokens], v[tokens], start, scale=0.3, **meant)
         np.testing.assert_allclose(out[rows], expected[0], atol=1e-5)
         np.testing.assert_allclose(lse[rows], expected[1], atol=1e-5)
