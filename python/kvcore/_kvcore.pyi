@@ -392,9 +392,9 @@ class KVCache:
 
         A row sees its own token and what its layer keeps before it; in a cross layer all of the encoder's tokens. Query
         head h reads KV head h // (q heads / num_kv_heads). A row's bits depend on nothing but its query and the tokens
-        that it sees: neither on the other rows, nor on how a prompt is cut, nor on the number of threads. Sequences whose
-        block tables begin with the same blocks read these together, which changes no bit either. float32 and float16
-        caches are float32 throughout; all others round queries and softmax weights to bf16 (sums are float32).
+        that it sees: neither on the other rows, nor on how a prompt is cut, nor on the number of threads. Sequences
+        whose block tables begin with the same blocks read these together, which changes no bit either. float32 and
+        float16 caches are float32 throughout; all others round queries and softmax weights to bf16 (sums are float32).
 
         A score becomes ``s = q . k * scale``; with a softcap ``s = softcap * tanh(s / softcap)``; then a bias is added.
 
@@ -409,14 +409,14 @@ class KVCache:
             sinks: [q heads], a logit of each head that takes part in the softmax's sum and has no value (gpt-oss);
                 -inf for none.
             alibi_slopes: [q heads]; slope * (token - position) is added to the scores (ALiBi, Press et al., 2022).
-            position_bias: [q heads, n]; value [-1 - d] is added for the token d before the query's own, and value [0] for
-                all from n - 1 on (T5's relative bias, as a table of distances). Not beside alibi_slopes.
+            position_bias: [q heads, n]; value [-1 - d] is added for the token d before the query's own, and value [0]
+                for all from n - 1 on (T5's relative bias, as a table of distances). Not beside alibi_slopes.
             return_lse: also return the logarithm of the sum of the exponentials of a query's scores, its sink's among
                 them: what merges attention over parts of a context.
 
         Returns:
-            [num_tokens, q heads, v_head_dim]; in latent layers [num_tokens, q heads, rank]. With ``return_lse`` a pair of
-            that and [num_tokens, q heads].
+            [num_tokens, q heads, v_head_dim]; in latent layers [num_tokens, q heads, rank]. With ``return_lse`` a pair
+            of that and [num_tokens, q heads].
 
         Raises:
             InvalidArgument: a shape or number that does not fit. InvalidState: the layer is not written. StaleBatch.
