@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvcore import available_simd
-from kvtools import SIMD_ENV, forced_name
+from kvtools import SIMD_ENV
 
 # A shell starts background jobs with Ctrl-C ignored, and what they start inherits that: tests of Ctrl-C would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -38,5 +38,5 @@ def smollm2_path() -> Path:
 @pytest.fixture(params=available_simd())
 def simd_level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test once on every SIMD level of this CPU: what is constructed in it uses that level."""
-    monkeypatch.setenv(SIMD_ENV, forced_name(request.param))
+    monkeypatch.setenv(SIMD_ENV, request.param)
     return request.param

@@ -26,16 +26,11 @@ SIMD_ENV = "KVCORE_SIMD"
 DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3")
 
 
-def forced_name(level: str) -> str:
-    """What KVCORE_SIMD must say to get a level; ``avx512`` means the best form that the CPU has."""
-    return "avx512" if level == "avx512bf16" else level
-
-
 @contextmanager
 def forced_simd(level: str) -> Iterator[None]:
     """Objects that are constructed inside use this level."""
     before = os.environ.get(SIMD_ENV)
-    os.environ[SIMD_ENV] = forced_name(level)
+    os.environ[SIMD_ENV] = level
     try:
         yield
     finally:

@@ -420,9 +420,23 @@ def test_shapes_are_named() -> None:
     for window in (0, -1):
         with pytest.raises(InvalidArgument, match="window"):
             world.cache.attend(0, world.batch, floats(5, 4, 8), window=window)
-    for name in ("softcap", "sinks"):
-        with pytest.raises(NotImplementedError, match=name):
+    for softcap in (0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300):
+        with pytest.raises(InvalidArgument, match="softcap: expected a finite number above 0"):
+            world.cache.attend(0, world.batch, floats(5, 4, 8), softcap=softcap)
+    for name in ("sinks", "alibi_slopes"):
+        for wrong in (floats(3), floats(5), floats(4, 1), floats(0)):
+            with pytest.raises(InvalidArgument, match=name):
+                world.cache.attend(0, world.batch, floats(5, 4, 8), **{name: wrong})
+        for number in (float("nan"), float("inf")):
+            with pytest.raises(InvalidArgument, match=name):
+                world.cache.attend(0, world.batch, floats(5, 4, 8), **{name: np.full(4, number, np.float32)})
+        with pytest.raises(TypeError, match=name):
             world.cache.attend(0, world.batch, floats(5, 4, 8), **{name: 4})
+    for wrong in (floats(4), floats(3, 2), floats(4, 0), np.full((4, 2), np.nan, np.float32)):
+        with pytest.raises(InvalidArgument, match="position_bias"):
+            world.cache.attend(0, world.batch, floats(5, 4, 8), position_bias=wrong)
+    with pytest.raises(InvalidArgument, match="position_bias: expected None beside alibi_slopes"):
+        world.cache.attend(0, world.batch, floats(5, 4, 8), alibi_slopes=floats(4), position_bias=floats(4, 2))
     with pytest.raises(InvalidArgument, match="layer: expected 0 to 1, got 2"):
         world.cache.attend(2, world.batch, floats(5, 4, 8))
 

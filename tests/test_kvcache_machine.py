@@ -571,31 +571,30 @@ class KVCacheMachine(RuleBasedStateMachine):
         """A sequence from a file is like one that was computed again."""
         seq = self.pick(i)
         self.cache.save(seq.handle, self.folder / "sequence")
-        if self.caching and not seq.shares:
-            return  # what it wrote must not be found by others
-        cached = self.findable(seq.tokens, seq.key, 0) if self.caching else 0
+        # What was private, or is older than the last reset, stays private.
+        shares = seq.shares and (seq.era == self.era or not seq.computed)
+        cached = self.findable([*seq.tokens, 77], seq.key, 0) if shares else 0
+        if cached < seq.computed:
+            # Whole blocks come from the file.
+            cached -= cached % self.cache.block_size
+        elif cached > seq.computed:
+            cached = max(seq.computed, min(cached, len(seq.tokens) - 1))
         before = self.cache.stats()
         try:
             handle = self.cache.load(self.folder / "sequence")
         except OutOfBlocks:
             self.sync()
-            after = self.cache.stats()
-            assert [after[name] for name in ("used", "num_sequences")] == [before[n] for n in ("used", "num_sequences")]
-            assert self.cache.num_free_blocks < self.blocks_for(seq.computed)
-            self.hits = [after["hit_tokens"], after["query_tokens"]]
+            assert self.cache.stats() == before
+            assert self.cache.num_free_blocks < self.blocks_for(seq.computed - cached) + self.blocks_for(cached)
             return
-        copy = Live(handle, [*seq.tokens], seq.key, seq.shares, seq.family, self.era, self.ttl, [*seq.digests])
+        assert handle.num_cached_tokens == cached
+        copy = Live(handle, [*seq.tokens], seq.key, shares, seq.family, self.era, self.ttl, [*seq.digests])
         copy.computed = max(seq.computed, cached)
-        size = self.cache.block_size
-        if cached >= seq.computed:
-            copy.borrowed = cached % size != 0
-        elif 0 < cached < size:
-            # Whole blocks come from the file, so it asks a second time, for nothing.
-            assert handle.num_cached_tokens == 0
-            self.hits = [self.hits[0] + cached, self.hits[1] + len(seq.tokens)]
-        self.admit(copy)
+        copy.borrowed = cached >= seq.computed and cached % self.cache.block_size != 0
+        self.live.append(copy)
+        self.sync()
         if cached < seq.computed:
-            self.committed([(copy, cached // size * size, seq.computed - cached // size * size)])
+            self.committed([(copy, cached, seq.computed - cached)])
 
     @precondition(lambda self: self.caching and len(self.index.entries) > 2)
     @rule()

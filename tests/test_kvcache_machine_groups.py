@@ -238,12 +238,13 @@ class KVGroupsMachine(RuleBasedStateMachine):
         if not seq.freed and then_compute:
             self.compute_all(seq)
 
-    def admit(self, seq: Live, least: int | None = None) -> None:
+    def admit(self, seq: Live, least: int | None = None, most: int | None = None) -> None:
         """Without ``least`` less than there is may be taken: a file fills whole blocks."""
+        most = len(seq.tokens) - 1 if most is None else most
         seq.computed = seq.begun = seq.reach = seq.handle.num_cached_tokens
         self.sync()
         known = max((common(tokens, seq.tokens) for key, tokens in self.published if key == seq.key), default=0)
-        found = min(known, len(seq.tokens) - 1) if seq.shares else 0
+        found = min(known, most) if seq.shares else 0
         assert seq.computed <= found
         if not self.forgot and least is not None:
             assert seq.computed == (found if found >= least else 0)
@@ -510,20 +511,20 @@ class KVGroupsMachine(RuleBasedStateMachine):
     def save_and_load(self, i: int) -> None:
         seq = self.pick(i)
         self.cache.save(seq.handle, self.folder / "sequence")
-        if not seq.shares:
-            return  # what it wrote must not be found by others
+        # What was private, or is older than the last reset, stays private.
+        shares = seq.shares and (seq.era == self.era or not seq.computed)
         before = self.cache.stats()
         try:
             handle = self.cache.load(self.folder / "sequence")
         except OutOfBlocks:
-            after = self.cache.stats()
-            assert [after[n] for n in ("used", "num_sequences")] == [before[n] for n in ("used", "num_sequences")]
+            assert self.cache.stats() == before
             return
-        copy = Live(handle, [*seq.tokens], seq.key, True, seq.family, self.era, math.inf, [*seq.digests],
+        copy = Live(handle, [*seq.tokens], seq.key, shares, seq.family, self.era, math.inf, [*seq.digests],
                     encoder=seq.encoder)  # fmt: skip
-        self.admit(copy)
+        self.admit(copy, most=max(seq.computed, len(seq.tokens) - 1))
         copy.computed = copy.begun = max(copy.computed, seq.computed)
-        self.published.append((copy.key, copy.tokens[: copy.computed]))
+        if shares:
+            self.published.append((copy.key, copy.tokens[: copy.computed]))
 
     @precondition(lambda self: len(self.published) > 2)
     @rule(here=st.booleans())

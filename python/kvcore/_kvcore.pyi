@@ -5,6 +5,7 @@ from collections.abc import Iterable as _Iterable
 from collections.abc import Sequence as _Sequence
 from os import PathLike as _PathLike
 from typing import Any, TypeVar, final
+from typing import Literal as _Literal
 from typing import overload as _overload
 
 import numpy as np
@@ -362,6 +363,7 @@ class KVCache:
             InvalidArgument: a layer or shape that does not fit. InvalidState: written already. OutOfBlocks.
         """
 
+    @_overload
     def attend(
         self,
         layer: int,
@@ -369,15 +371,37 @@ class KVCache:
         q: _Floats,
         scale: float | None = None,
         window: int | None = None,
-        softcap: None = None,
-        sinks: None = None,
-    ) -> npt.NDArray[np.float32]:
+        softcap: float | None = None,
+        sinks: _Floats | None = None,
+        *,
+        alibi_slopes: _Floats | None = None,
+        position_bias: _Floats | None = None,
+        return_lse: _Literal[False] = False,
+    ) -> npt.NDArray[np.float32]: ...
+    @_overload
+    def attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: _Floats,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: _Floats | None = None,
+        *,
+        alibi_slopes: _Floats | None = None,
+        position_bias: _Floats | None = None,
+        return_lse: _Literal[True],
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Attention of the planned tokens over their sequences: softmax(q K^T * scale) V.
 
         A row sees its own token and what its layer keeps before it; in a cross layer all of the encoder's tokens. Query
         head h reads KV head h // (q heads / num_kv_heads). A row's bits depend on nothing but its query and the tokens
-        that it sees: neither on the other rows, nor on how a prompt is cut, nor on the number of threads. float32 and
+        that it sees: neither on the other rows, nor on how a prompt is cut, nor on the number of threads. Sequences
+        whose block tables begin with the same blocks read these together, which changes no bit either. float32 and
         float16 caches are float32 throughout; all others round queries and softmax weights to bf16 (sums are float32).
+
+        A score becomes ``s = q . k * scale``; with a softcap ``s = softcap * tanh(s / softcap)``; then a bias is added.
 
         Args:
             layer: a layer that this batch has written.
@@ -386,13 +410,56 @@ class KVCache:
                 [num_tokens, q heads, rank + rope_dim], q already multiplied by the up-projection of K.
             scale: multiplies the scores; None: 1 / sqrt(head_dim). Latent layers need it.
             window: tokens that a row sees, its own among them, where the layer keeps more. None: all.
-            softcap, sinks: not supported yet.
+            softcap: above 0; bends scores to stay within plus and minus this (Gemma 2).
+            sinks: [q heads], a logit of each head that takes part in the softmax's sum and has no value (gpt-oss);
+                -inf for none.
+            alibi_slopes: [q heads]; slope * (token - position) is added to the scores (ALiBi, Press et al., 2022).
+            position_bias: [q heads, n]; value [-1 - d] is added for the token d before the query's own, and value [0]
+                for all from n - 1 on (T5's relative bias, as a table of distances). Not beside alibi_slopes.
+            return_lse: also return the logarithm of the sum of the exponentials of a query's scores, its sink's among
+                them: what merges attention over parts of a context.
 
         Returns:
-            [num_tokens, q heads, v_head_dim]; in latent layers [num_tokens, q heads, rank].
+            [num_tokens, q heads, v_head_dim]; in latent layers [num_tokens, q heads, rank]. With ``return_lse`` a pair
+            of that and [num_tokens, q heads].
 
         Raises:
-            InvalidArgument: a shape that does not fit. InvalidState: the layer is not written. StaleBatch.
+            InvalidArgument: a shape or number that does not fit. InvalidState: the layer is not written. StaleBatch.
+        """
+
+    def attention_weights(
+        self,
+        layer: int,
+        batch: Batch,
+        q: _Floats,
+        index: int | None = None,
+        rows: _Iterable[int] | None = None,
+        heads: _Iterable[int] | None = None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: _Floats | None = None,
+        alibi_slopes: _Floats | None = None,
+        position_bias: _Floats | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """What the rows of one sequence look at: the softmax weights, for attention maps.
+
+        A pass of its own beside ``attend``, which never holds them; it takes memory for each weight that is asked for.
+
+        Args:
+            layer, batch, q: as for ``attend``, q of the whole batch.
+            index: which sequence of the batch's plan.
+            rows: indices into its new tokens; None: all.
+            heads: query heads; None: all.
+            scale, window, softcap, sinks, alibi_slopes, position_bias: as for ``attend``.
+
+        Returns:
+            [rows, heads, tokens], tokens being all up to the sequence's last new one. Weight 0 where a row does not see
+            a token. The weights of a row sum to 1, or less by the weight of its sink.
+
+        Raises:
+            As ``attend``.
         """
 
     def commit(self, batch: Batch) -> None:
@@ -616,7 +683,7 @@ class KVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a plan may take: free ones, and cached ones that no sequence holds. Of the group with fewest."""
+        """Blocks that a plan may take: free ones, and cached ones that are not pinned. Of the group with fewest."""
 
     @property
     def threads(self) -> Threads:

@@ -37,13 +37,13 @@ pub fn number(name: &str, expected: &str, value: &Bound<'_, PyAny>) -> PyResult<
 }
 
 /// A number that float32 holds. Of others the digits that came are told, not what float32 makes of them.
-pub fn float32(name: &str, expected: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
-    let number = number(name, expected, value)?;
+pub fn float32(name: &str, kind: &str, expected: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
+    let number = number(name, kind, value)?;
     let narrow = number as f32;
     if narrow.is_finite() {
         return Ok(narrow);
     }
-    Err(invalid(format!("{name}: expected a finite number in the range of float32 (up to 3.4e38), got {number:?}")))
+    Err(invalid(format!("{name}: expected {expected} in the range of float32 (up to 3.4e38), got {number:?}")))
 }
 
 /// True or False.
@@ -98,7 +98,10 @@ pub mod of {
         enable_prefix_caching: bool = flag;
         max_pinned_fraction: f64 = |name: &str, value: &Bound<'_, PyAny>| number(name, "a number from 0 to 1", value);
         scale: Option<f32> = |name: &str, value: &Bound<'_, PyAny>| {
-            if value.is_none() { Ok(None) } else { float32(name, "a number or None", value).map(Some) }
+            if value.is_none() { Ok(None) } else { float32(name, "a number or None", "a finite number", value).map(Some) }
+        };
+        softcap: Option<f32> = |name: &str, value: &Bound<'_, PyAny>| {
+            if value.is_none() { Ok(None) } else { float32(name, "a number or None", "a finite number above 0", value).map(Some) }
         };
         path: PathBuf = super::path;
         folder: PathBuf = super::path;

@@ -1,7 +1,7 @@
 //! Operations without a state of their own.
 #![forbid(unsafe_code)]
 
-use kvcore::attention::{Mask, reference::Dense};
+use kvcore::attention::{Mask, Scoring, reference::Dense};
 use kvcore::ops;
 use kvcore::simd::Level;
 use kvcore::storage::fp8;
@@ -152,6 +152,6 @@ pub fn reference_attention<'py>(
     let scale = scale.unwrap_or_else(|| (dim as f32).sqrt().recip());
     let (q, k, v) = (q.as_slice()?, k.as_slice()?, v.as_slice()?);
     let dense = Dense { k, v: v.into(), num_kv_heads: kv_heads, k_dim: dim, v_dim: dim };
-    let out = detached(py, |_| Ok(dense.attend(q, heads, scale, Mask::Causal, tokens - rows)))?;
+    let (out, _) = detached(py, |_| Ok(dense.attend(q, heads, &Scoring::plain(scale), Mask::Causal, tokens - rows)))?;
     PyArray1::from_vec(py, out).reshape([rows, heads, dim])
 }

@@ -4,14 +4,14 @@
 //! the read bandwidth (a cache larger than the last-level cache) and against the product peak (a cache that fits),
 //! prefill against the product peak; a sliding window and latent rows for one shape each. Kernel and limit are measured
 //! in turn and medians compared, since the limits move with the machine's neighbours. `KVCORE_SIMD` restricts the run to
-//! one level.
+//! one level, words to the lines that have them all: `cargo bench --bench attention -- "llama bfloat16"`.
 
 mod limits;
 
 use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kvcore::attention::{Call, Mask, Rows, attend};
+use kvcore::attention::{Call, Mask, Rows, Scoring, attend};
 use kvcore::paging::BlockId;
 use kvcore::simd::Level;
 use kvcore::storage::{KvDtype, KvStore, Layout, Scales};
@@ -62,6 +62,9 @@ fn formats(shape: &Shape) -> &'static [KvDtype] {
 
 const BLOCK: usize = 16;
 
+/// Measurements of a kernel and its limit; medians count.
+const ROUNDS: usize = 5;
+
 /// Some sequences of equal length in one layer; their tables run through the pool in a shuffled order, as those of a
 /// server that has run for a while do.
 struct Cache {
@@ -86,6 +89,16 @@ impl Cache {
         Self { store, tables, tokens, shape, mask: Mask::Causal }
     }
 
+    /// `batch` sequences that begin with the same `shared` tokens and have `own` more.
+    fn sharing(shape: Shape, dtype: KvDtype, batch: usize, shared: usize, own: usize) -> Self {
+        let mut cache = Self::new(shape, dtype, batch, shared + own);
+        let (first, rest) = cache.tables.split_first_mut().expect("a sequence");
+        for table in rest {
+            table[..shared / BLOCK].copy_from_slice(&first[..shared / BLOCK]);
+        }
+        cache
+    }
+
     fn bytes(&self) -> usize {
         self.tables.len() * self.tokens * self.store.layout().bytes_per_token()
     }
@@ -97,9 +110,10 @@ impl Cache {
         let items: Vec<Rows> = self.tables.iter().map(|blocks| Rows { blocks, start, len: rows, mask }).collect();
         let q = vec![0.5; items.len() * rows * num_q_heads * k_dim];
         let mut out = vec![0.0; items.len() * rows * num_q_heads * v_dim];
-        let call = Call { view: self.store.layer(0), rows: &items, num_q_heads, scale: 0.1, q: &q };
+        let scoring = Scoring::plain(0.1);
+        let call = Call { view: self.store.layer(0), rows: &items, num_q_heads, scoring, q: &q };
         let start = Instant::now();
-        attend(level, threads, &call, &mut out, NEVER).expect("attend");
+        attend(level, threads, &call, &mut out[..], NEVER).expect("attend");
         let seconds = start.elapsed().as_secs_f64();
         assert!(out.iter().all(|x| (x - 0.25).abs() < 1e-2));
         seconds
@@ -126,57 +140,92 @@ fn levels() -> Vec<Level> {
 /// Medians of a kernel's rate and of its limit, measured in turn.
 fn beside(mut kernel: impl FnMut() -> f64, limit: impl Fn() -> f64) -> (f64, f64) {
     kernel();
-    let (rates, limits) = (0..5).map(|_| (kernel(), limit())).unzip();
+    let (rates, limits) = (0..ROUNDS).map(|_| (kernel(), limit())).unzip();
     (limits::median(rates), limits::median(limits))
 }
 
-/// One row of the table.
-fn line(level: Level, threads: &Threads, cache: &Cache, what: &str, unit: &str, (rate, limit): (f64, f64)) {
-    println!(
-        "{:<10} {} thread(s)  {:<11} {:<8}  {what:<22} {rate:7.1} of {limit:6.1} {unit:<6} = {:.2}",
-        level.name(),
-        threads.num_threads(),
-        cache.shape.name,
-        cache.store.layout().dtype.name(),
-        rate / limit
-    );
+/// What a table is made of: a level, threads, and the words that a line must have to be measured.
+struct Table<'a> {
+    level: Level,
+    threads: Threads,
+    read: &'a limits::ReadBuffer,
+    filter: Option<String>,
 }
+
+impl Table<'_> {
+    /// Measure and print one line: a rate beside its limit.
+    fn line(&self, shape: &Shape, dtype: KvDtype, what: &str, unit: &str, rates: impl FnOnce() -> (f64, f64)) {
+        let threads = self.threads.num_threads();
+        let label = format!("{:<10} {threads} thread(s)  {:<11} {:<8}", self.level.name(), shape.name, dtype.name());
+        let line = format!("{label}  {what:<26}");
+        if self.filter.as_ref().is_some_and(|filter| !filter.split(' ').all(|word| line.contains(word))) {
+            return;
+        }
+        let (rate, limit) = rates();
+        println!("{line} {rate:7.1} of {limit:6.1} {unit:<6} = {:.2}", rate / limit);
+    }
+
+    /// Decode of a cache that is read from memory, in GB/s of K and V.
+    fn from_memory(&self, shape: Shape, dtype: KvDtype, tokens: usize) {
+        let bytes = limits::beyond_caches();
+        let batch = (bytes / shape.layout(1, dtype).bytes_per_token() / tokens).max(1);
+        self.line(&shape, dtype, &format!("memory, decode {batch} x {tokens}"), "GB/s", || {
+            let cache = Cache::new(shape, dtype, batch, tokens);
+            let bytes = cache.bytes() as f64;
+            let rate = || bytes / cache.attend(self.level, &self.threads, 1) / 1e9;
+            beside(rate, || self.read.read(self.level, &self.threads))
+        });
+    }
+
+    /// The last `rows` rows of a cache, in GMAC/s.
+    fn products(&self, what: &str, shape: Shape, dtype: KvDtype, rows: usize, cache: impl FnOnce() -> Cache) {
+        self.line(&shape, dtype, what, "GMAC/s", || {
+            let cache = cache();
+            let peak = || limits::products(self.level, &self.threads, dtype.step() == 2);
+            beside(|| cache.products(rows) / cache.attend(self.level, &self.threads, rows) / 1e9, peak)
+        });
+    }
+
+    fn print(&self) {
+        for shape in SHAPES {
+            for &dtype in formats(&shape) {
+                self.from_memory(shape, dtype, 8192);
+                let tokens = (RESIDENT / shape.layout(1, dtype).bytes_per_token() / 2).next_multiple_of(BLOCK);
+                let resident = || Cache::new(shape, dtype, 2, tokens);
+                self.products(&format!("resident, decode 2 x {tokens}"), shape, dtype, 1, resident);
+                self.products("prefill 2048", shape, dtype, 2048, || Cache::new(shape, dtype, 1, 2048));
+            }
+        }
+        let [llama, _, gemma] = SHAPES;
+        for tokens in [256, 32_768] {
+            self.from_memory(llama, KvDtype::Bf16, tokens);
+        }
+        for shape in [llama, gemma] {
+            let shared = || Cache::sharing(shape, KvDtype::Bf16, 32, 4096, 64);
+            self.products("32 x 4096 shared + 64", shape, KvDtype::Bf16, 1, shared);
+        }
+        let window = || Cache { mask: Mask::Window(1024), ..Cache::new(gemma, KvDtype::Bf16, 4, 4096) };
+        self.products("decode, window 1024", gemma, KvDtype::Bf16, 1, window);
+        self.products("prefill, window 1024", gemma, KvDtype::Bf16, 128, window);
+        for (what, rows) in [("decode 1 x 2048", 1), ("prefill of 4", 4)] {
+            self.products(what, DEEPSEEK, KvDtype::Bf16, rows, || Cache::new(DEEPSEEK, KvDtype::Bf16, 1, 2048));
+        }
+    }
+}
+
+/// Bytes of a cache that stays in a second-level cache, all heads together.
+const RESIDENT: usize = 1 << 20;
 
 fn table() {
     let read = limits::ReadBuffer::new();
-    println!("decode of a cache larger than the last-level cache: GB/s of K and V beside the read bandwidth");
-    println!("decode of a resident cache, prefill: GMAC/s beside the level's product peak (bf16 pairs, or f32)");
+    // The first word that is no option, as criterion takes it.
+    let filter = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
+    println!("memory: GB/s of K and V beside the read bandwidth, in a cache twice as large as the last level's");
+    println!("resident, prefill, shared: GMAC/s beside the level's product peak (bf16 pairs, or f32)");
     for level in levels() {
         for num_threads in 1..=available().min(2) {
             let threads = Threads::new(Some(num_threads)).expect("threads");
-            let products = |cache: &Cache, what: &str, rows: usize| {
-                let peak = || limits::products(level, &threads, cache.store.layout().dtype.step() == 2);
-                let rate = || cache.products(rows) / cache.attend(level, &threads, rows) / 1e9;
-                line(level, &threads, cache, what, "GMAC/s", beside(rate, peak));
-            };
-            for shape in SHAPES {
-                for &dtype in formats(&shape) {
-                    // 160 MB and 2 MB at a time, whatever the format.
-                    let per_token = shape.layout(1, dtype).bytes_per_token();
-                    let tokens = 8192.min((160 << 20) / per_token);
-                    let large = Cache::new(shape, dtype, ((160 << 20) / per_token / tokens).max(1), tokens);
-                    let bytes = large.bytes() as f64;
-                    let rate = || bytes / large.attend(level, &threads, 1) / 1e9;
-                    let rates = beside(rate, || read.read(level, &threads));
-                    line(level, &threads, &large, &format!("decode {} x {tokens}", large.tables.len()), "GB/s", rates);
-                    drop(large);
-                    let tokens = ((2 << 20) / per_token / 2).max(64);
-                    products(&Cache::new(shape, dtype, 2, tokens), &format!("decode 2 x {tokens}"), 1);
-                    products(&Cache::new(shape, dtype, 1, 2048), "prefill 2048", 2048);
-                }
-            }
-            let [_, _, gemma] = SHAPES;
-            let window = Cache { mask: Mask::Window(1024), ..Cache::new(gemma, KvDtype::Bf16, 4, 4096) };
-            products(&window, "decode, window 1024", 1);
-            products(&window, "prefill, window 1024", 128);
-            let latent = Cache::new(DEEPSEEK, KvDtype::Bf16, 1, 2048);
-            products(&latent, "decode 1 x 2048", 1);
-            products(&latent, "prefill of 4", 4);
+            Table { level, threads, read: &read, filter: filter.clone() }.print();
         }
     }
 }

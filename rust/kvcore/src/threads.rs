@@ -61,40 +61,57 @@ impl Threads {
     /// [`Error::Interrupted`] if `should_stop` said so; some items were then not worked on.
     /// [`Error::InvalidState`] if the system refuses to start threads.
     pub fn for_each<T: Send>(&self, items: Vec<T>, should_stop: ShouldStop<'_>, work: impl Fn(T) + Sync) -> Result<()> {
+        self.for_each_with(items, should_stop, || (), |(), item| work(item))
+    }
+
+    /// [`Self::for_each`] with buffers that `make` makes once for each thread of the call.
+    ///
+    /// # Errors
+    /// As [`Self::for_each`].
+    pub fn for_each_with<T: Send, B>(
+        &self,
+        items: Vec<T>,
+        should_stop: ShouldStop<'_>,
+        make: impl Fn() -> B + Sync,
+        work: impl Fn(&mut B, T) + Sync,
+    ) -> Result<()> {
         let helpers = self.num_threads.min(items.len()).saturating_sub(1);
         if helpers == 0 {
+            let mut buffers = make();
             for item in items {
                 if should_stop() {
                     return Err(Error::Interrupted);
                 }
-                work(item);
+                work(&mut buffers, item);
             }
             return Ok(());
         }
         let pool = self.workers()?;
         let slots: Vec<Mutex<Option<T>>> = items.into_iter().map(|item| Mutex::new(Some(item))).collect();
         let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let work_on_next = || {
+        let work_on_next = |buffers: &mut B| {
             let item = slots
                 .get(next.fetch_add(1, Ordering::Relaxed))
                 .and_then(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner).take());
-            item.map(&work).is_some()
+            item.map(|item| work(buffers, item)).is_some()
         };
         pool.in_place_scope(|scope| {
             for _ in 0..helpers {
                 scope.spawn(|_| {
+                    let mut buffers = make();
                     loop {
-                        if stop.load(Ordering::Relaxed) || !work_on_next() {
+                        if stop.load(Ordering::Relaxed) || !work_on_next(&mut buffers) {
                             break;
                         }
                     }
                 });
             }
+            let mut buffers = make();
             loop {
                 if should_stop() {
                     stop.store(true, Ordering::Relaxed);
                 }
-                if stop.load(Ordering::Relaxed) || !work_on_next() {
+                if stop.load(Ordering::Relaxed) || !work_on_next(&mut buffers) {
                     break;
                 }
             }

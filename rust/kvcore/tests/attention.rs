@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use cases::cases;
 use half::bf16;
 use kvcore::attention::reference::Dense;
-use kvcore::attention::{Call, Mask, Rows, attend};
+use kvcore::attention::{Bias, Call, Mask, Output, Rows, Scoring, attend};
 use kvcore::paging::BlockId;
 use kvcore::simd::Level;
 use kvcore::storage::{KvDtype, KvStore, Layout, ScaleMode, Scales};
@@ -115,6 +115,29 @@ impl Kind {
     }
 }
 
+/// What comes between scores and weights besides the scale.
+#[derive(Clone, Debug, Default)]
+struct Style {
+    softcap: Option<f32>,
+    /// ALiBi's slopes, or a table of T5's kind with this many distances behind the query.
+    slopes: Vec<f32>,
+    table: Vec<f32>,
+    before: usize,
+    sinks: Vec<f32>,
+}
+
+impl Style {
+    fn scoring(&self, scale: f32) -> Scoring<'_> {
+        let bias = match (&self.slopes[..], &self.table[..]) {
+            ([], []) => Bias::None,
+            ([], table) => Bias::Relative { table, before: self.before },
+            (slopes, _) => Bias::Alibi(slopes),
+        };
+        let sinks = Some(&self.sinks[..]).filter(|sinks| !sinks.is_empty());
+        Scoring { scale, softcap: self.softcap, bias, sinks }
+    }
+}
+
 /// Rows `start..start + len` of a sequence.
 type Item = (usize, usize, usize);
 
@@ -122,6 +145,7 @@ type Item = (usize, usize, usize);
 struct Fixture {
     shape: Shape,
     kind: Kind,
+    style: Style,
     store: KvStore,
     tables: Vec<Vec<BlockId>>,
     lengths: Vec<usize>,
@@ -147,7 +171,8 @@ impl Fixture {
         // Tables run backwards through the pool, so that no kernel can count on neighbours.
         let mut free = (0..layout.num_blocks as u32).rev().map(BlockId::new);
         let tables = lengths.iter().map(|n| free.by_ref().take(n.div_ceil(shape.block_size)).collect()).collect();
-        let mut fixture = Self { shape, kind, store, tables, lengths: lengths.to_vec(), q: Vec::new() };
+        let style = Style::default();
+        let mut fixture = Self { shape, kind, style, store, tables, lengths: lengths.to_vec(), q: Vec::new() };
         for (i, &n) in lengths.iter().enumerate() {
             let mut random = Random(77 + i as u64);
             let k = random.values(n * shape.kv_heads * shape.k_dim, 2.0);
@@ -185,6 +210,11 @@ impl Fixture {
 
     /// Attend for the rows of `items` in one call; one output for each. Blocks that no row sees are not in the tables.
     fn attend(&self, level: Level, threads: usize, items: &[Item]) -> Vec<Vec<f32>> {
+        self.attend_with_lse(level, threads, items).into_iter().map(|(out, _)| out).collect()
+    }
+
+    /// The same with the logarithms of the sums of exponentials.
+    fn attend_with_lse(&self, level: Level, threads: usize, items: &[Item]) -> Vec<(Vec<f32>, Vec<f32>)> {
         let (q_width, out_width) = self.shape.widths();
         let size = self.shape.block_size;
         let tables: Vec<Vec<BlockId>> = items
@@ -206,19 +236,20 @@ impl Fixture {
             .flat_map(|&(seq, start, len)| self.q[seq][start * q_width..(start + len) * q_width].iter().copied())
             .collect();
         let mut out = vec![f32::NAN; q.len() / q_width * out_width];
+        let mut lse = vec![f32::NAN; q.len() / q_width * self.shape.q_heads()];
         let threads = Threads::new(Some(threads)).unwrap();
         let (view, num_q_heads) = (self.store.layer(0), self.shape.q_heads());
-        let call = Call { view, rows: &rows, num_q_heads, scale: self.scale(), q: &q };
-        attend(level, &threads, &call, &mut out, NEVER).unwrap();
-        let mut rest = out.as_slice();
-        items
-            .iter()
-            .map(|&(_, _, len)| {
-                let (this, after) = rest.split_at(len * out_width);
-                rest = after;
-                this.to_vec()
-            })
-            .collect()
+        let call = Call { view, rows: &rows, num_q_heads, scoring: self.style.scoring(self.scale()), q: &q };
+        let output = Output { out: &mut out, lse: Some(&mut lse) };
+        attend(level, &threads, &call, output, NEVER).unwrap();
+        let (mut outs, mut lses) = (out.as_slice(), lse.as_slice());
+        let mut take = |len: usize| {
+            let (out, lse);
+            (out, outs) = outs.split_at(len * out_width);
+            (lse, lses) = lses.split_at(len * num_q_heads);
+            (out.to_vec(), lse.to_vec())
+        };
+        items.iter().map(|&(_, _, len)| take(len)).collect()
     }
 
     fn check_against_oracle(&self, level: Level) {
@@ -240,14 +271,23 @@ impl Fixture {
             KvDtype::F32 | KvDtype::F16 => q.to_vec(),
             _ => q.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
         };
-        let expected = dense.attend(&q, self.shape.q_heads(), self.scale(), self.mask(seq), start);
-        let out = &self.attend(level, 1, &[(seq, start, len)])[0];
-        let bound = self.shape.bound() * dense.v.iter().fold(0.0, |max: f32, x| max.max(x.abs()));
-        assert_eq!(out.len(), expected.len());
-        for (i, (x, e)) in out.iter().zip(&expected).enumerate() {
-            let near = (x - e).abs() <= bound;
-            assert!(near, "{} {:?} {:?} n={len} [{i}]: {x} not {e}", level.name(), self.shape, self.kind);
-        }
+        let scoring = self.style.scoring(self.scale());
+        let (expected, expected_lse) = dense.attend(&q, self.shape.q_heads(), &scoring, self.mask(seq), start);
+        let (out, lse) = &self.attend_with_lse(level, 1, &[(seq, start, len)])[0];
+        // A bias of up to 16 and the tanh add their roundings to the exponents: 16 * 2^-23 and a few more.
+        let bound = self.shape.bound() + if self.style.scoring(1.0).is_plain() { 0.0 } else { 8e-6 };
+        let of_values = bound * dense.v.iter().fold(0.0, |max: f32, x| max.max(x.abs()));
+        let check = |got: &[f32], expected: &[f32], bound: f32, what: &str| {
+            assert_eq!(got.len(), expected.len());
+            for (i, (x, e)) in got.iter().zip(expected).enumerate() {
+                let near = (x - e).abs() <= bound;
+                let (name, Self { shape, kind, style, .. }) = (level.name(), self);
+                assert!(near, "{what}: {name} {shape:?} {kind:?} {style:?} n={len} [{i}]: {x} not {e}");
+            }
+        };
+        check(out, &expected, of_values, "out");
+        // The sum's relative error is the weights', and the logarithm is itself rounded.
+        check(lse, &expected_lse, bound + 4e-6, "lse");
     }
 }
 
@@ -281,6 +321,22 @@ fn kinds() -> impl Strategy<Value = Kind> {
     prop_oneof![2 => Just(Kind::Causal), 3 => width.prop_map(Kind::Window), 1 => Just(Kind::Cross)]
 }
 
+fn styles() -> impl Strategy<Value = (Option<f32>, u8, usize, bool)> {
+    (prop_oneof![Just(None), Just(Some(3.0f32)), Just(Some(50.0))], 0u8..3, 0usize..40, any::<bool>())
+}
+
+impl Fixture {
+    /// With a style's numbers for each of the shape's query heads.
+    fn styled(mut self, (softcap, bias, before, sinks): (Option<f32>, u8, usize, bool)) -> Self {
+        let (heads, mut random) = (self.shape.q_heads(), Random(5));
+        let slopes = if bias == 1 { random.values(heads, 0.05) } else { Vec::new() };
+        let table = if bias == 2 { random.values(heads * (before + 1 + 3), 4.0) } else { Vec::new() };
+        let sinks = if sinks { random.values(heads, 6.0) } else { Vec::new() };
+        self.style = Style { softcap, slopes, table, before, sinks };
+        self
+    }
+}
+
 proptest! {
     #![proptest_config(cases(32))]
 
@@ -288,10 +344,13 @@ proptest! {
     fn every_level_matches_the_oracle(
         shape in shapes(),
         kind in kinds(),
+        style in styles(),
         n in prop_oneof![2 => 1usize..40, 1 => 250usize..300],
     ) {
         for level in Level::available() {
-            Fixture::with(shape, kind, &[n], f32::NAN, shape.scales(1.0, 1.0)).check_against_oracle(level);
+            let fixture = Fixture::with(shape, kind, &[n], f32::NAN, shape.scales(1.0, 1.0));
+            fixture.check_against_oracle(level);
+            fixture.styled(style).check_against_oracle(level);
         }
     }
 
@@ -301,10 +360,11 @@ proptest! {
         shape in shapes(),
         kind in kinds(),
         lengths in prop::collection::vec(prop_oneof![3 => 1usize..40, 1 => 240usize..600], 1..5),
+        style in styles(),
         cut in 0.0f64..1.0,
     ) {
         for level in Level::available() {
-            let fixture = Fixture::with(shape, kind, &lengths, f32::NAN, shape.scales(1.0, 1.0));
+            let fixture = Fixture::with(shape, kind, &lengths, f32::NAN, shape.scales(1.0, 1.0)).styled(style);
             let width = shape.widths().1;
             let whole: Vec<Item> = lengths.iter().enumerate().map(|(i, &n)| (i, 0, n)).collect();
             let all = fixture.attend(level, 1, &whole);
@@ -349,6 +409,46 @@ proptest! {
             prop_assert!(expected[0].iter().all(|x| x.is_finite()));
             for poison in [f32::NAN, 1e30, f32::NEG_INFINITY] {
                 prop_assert_eq!(&expected, &fixture(poison).attend(level, 1, &[(0, start, n - start)]));
+            }
+        }
+    }
+}
+
+/// Sequences that begin with the same blocks read them together: the same bits as each alone, for any tree of prefixes.
+#[test]
+fn shared_prefixes_change_no_bit() {
+    // Tokens shared with the sequence named, in all: a tree, with forks in the middle of a chunk, and one that is alone.
+    let tree = [(0, 0, 900), (0, 512, 700), (1, 600, 640), (0, 768, 769), (0, 0, 300), (4, 256, 600), (0, 896, 1100)];
+    for (dtype, scale_mode) in Shape::all_formats() {
+        for shape in [Shape::plain(2, 3, 32, dtype), Shape::latent(5, 32, 8, dtype)] {
+            let shape = Shape { scale_mode, ..shape };
+            for kind in [Kind::Causal, Kind::Window(400)] {
+                let lengths = tree.map(|(_, _, n)| n);
+                let mut fixture = Fixture::with(shape, kind, &lengths, f32::NAN, shape.scales(1.0, 1.0));
+                for (i, (from, shared, _)) in tree.into_iter().enumerate() {
+                    let blocks = shared / shape.block_size;
+                    let (from, to) = (fixture.tables[from][..blocks].to_vec(), &mut fixture.tables[i][..blocks]);
+                    to.copy_from_slice(&from);
+                }
+                let fixture = fixture.styled((Some(20.0), 1, 0, true));
+                for level in [Level::available()[0], Level::best()] {
+                    let items: Vec<Item> = lengths.iter().enumerate().map(|(i, &n)| (i, n - 1, 1)).collect();
+                    let alone: Vec<_> =
+                        items.iter().flat_map(|&item| fixture.attend_with_lse(level, 1, &[item])).collect();
+                    for threads in [1, 2, 5] {
+                        assert_eq!(
+                            alone,
+                            fixture.attend_with_lse(level, threads, &items),
+                            "{dtype} {kind:?} {threads}"
+                        );
+                    }
+                    // Rows of a prompt beside them.
+                    let mixed = [(1, 650, 50), items[0], (3, 768, 1), (2, 630, 10)];
+                    let parts = fixture.attend(level, 2, &mixed);
+                    for (item, part) in mixed.iter().zip(&parts) {
+                        assert_eq!(&fixture.attend(level, 1, &[*item])[0], part, "{dtype} {kind:?} {item:?}");
+                    }
+                }
             }
         }
     }
@@ -468,17 +568,13 @@ fn trap_15_absorbed_and_expanded_latent_attention_agree() {
         fixture.write(0, 0, k, v);
         let mut out = vec![0.0; tokens * shape.widths().1];
         let rows = [Rows { blocks: &fixture.tables[0], start: 0, len: tokens, mask: Mask::Causal }];
-        let call = Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scale, q };
-        attend(level, &Threads::new(Some(1)).unwrap(), &call, &mut out, NEVER).unwrap();
+        let call =
+            Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scoring: Scoring::plain(scale), q };
+        attend(level, &Threads::new(Some(1)).unwrap(), &call, &mut out[..], NEVER).unwrap();
         out
     };
-    let by_hand = Dense { k: &k, v: Cow::Borrowed(&v), num_kv_heads: heads, k_dim: NOPE + ROPE, v_dim: V }.attend(
-        &q,
-        heads,
-        scale,
-        Mask::Causal,
-        0,
-    );
+    let dense = Dense { k: &k, v: Cow::Borrowed(&v), num_kv_heads: heads, k_dim: NOPE + ROPE, v_dim: V };
+    let (by_hand, _) = dense.attend(&q, heads, &Scoring::plain(scale), Mask::Causal, 0);
     for level in Level::available() {
         let wide = Shape { k_dim: NOPE + ROPE, v_dim: V, ..Shape::plain(heads, 1, V, KvDtype::F32) };
         let expanded = run(level, wide, &k, &v, &q);
@@ -607,8 +703,8 @@ fn bad_shapes_are_errors() {
     let rows = |start, len| [Rows { blocks: table, start, len, mask: Mask::Causal }];
     let call = |rows: &[Rows], num_q_heads, scale, q_len, out_len| {
         let (q, mut out) = (vec![0.0; q_len], vec![0.0; out_len]);
-        let call = Call { view: f.store.layer(0), rows, num_q_heads, scale, q: &q };
-        attend(Level::best(), &threads, &call, &mut out, NEVER)
+        let call = Call { view: f.store.layer(0), rows, num_q_heads, scoring: Scoring::plain(scale), q: &q };
+        attend(Level::best(), &threads, &call, &mut out[..], NEVER)
     };
     let masked = |mask, blocks: &[BlockId]| call(&[Rows { blocks, start: 38, len: 2, mask }], 4, 1.0, 64, 48);
     let returned = [BlockId::NONE, table[1], table[2]];

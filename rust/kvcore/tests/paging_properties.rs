@@ -14,9 +14,9 @@ use cases::cases;
 use kvcore::Error;
 use kvcore::paging::{
     AddOptions, Batch, BlockId, BlockManager, GroupConfig, HashFn, ImportEntry, Key, ManagerConfig, Move, Occupancy,
-    OwnedKey, PinId, Place, PrefixEntry, Retention, SeqId, SlotId, hash_block,
+    OwnedKey, PinId, Place, PrefixEntry, Retention, Saved, SeqId, SlotId, hash_block,
 };
-use paging_store::{Slot, Store, token};
+use paging_store::{Disk, Slot, Store, token};
 use proptest::prelude::*;
 
 const SALTS: [Option<&[u8]>; 3] = [None, Some(b""), Some(b"a")];
@@ -24,24 +24,76 @@ const SALTS: [Option<&[u8]>; 3] = [None, Some(b""), Some(b"a")];
 /// One call. Numbers are reduced modulo what there is.
 #[derive(Debug, Clone)]
 enum Op {
-    Add { tokens: Vec<u32>, salt: usize, use_prefix: bool, retention: Option<(u64, u8)>, broken: bool },
-    AddLike { seq: usize, len: usize, more: Vec<u32> },
-    Append { seq: usize, tokens: Vec<u32> },
-    Plan { items: Vec<(usize, usize)>, wild: bool },
-    Commit { batch: usize },
-    Fork { seq: usize },
-    Reorder { seqs: Vec<usize>, parents: Vec<usize> },
-    Truncate { seq: usize, len: usize },
-    Free { seq: usize },
+    Add {
+        tokens: Vec<u32>,
+        salt: usize,
+        use_prefix: bool,
+        retention: Option<(u64, u8)>,
+    },
+    AddLike {
+        seq: usize,
+        len: usize,
+        more: Vec<u32>,
+    },
+    Append {
+        seq: usize,
+        tokens: Vec<u32>,
+    },
+    Plan {
+        items: Vec<(usize, usize)>,
+        wild: bool,
+    },
+    Commit {
+        batch: usize,
+    },
+    Fork {
+        seq: usize,
+    },
+    Reorder {
+        seqs: Vec<usize>,
+        parents: Vec<usize>,
+    },
+    Truncate {
+        seq: usize,
+        len: usize,
+    },
+    Free {
+        seq: usize,
+    },
     Reset,
-    Advance { seconds: u64 },
-    Mark { seq: usize, len: usize, retention: (u64, u8) },
-    Pin { seq: usize, len: usize },
-    Unpin { pin: usize },
-    Cross { seq: usize, len: usize },
+    Advance {
+        seconds: u64,
+    },
+    Mark {
+        seq: usize,
+        len: usize,
+        retention: (u64, u8),
+    },
+    Pin {
+        seq: usize,
+        len: usize,
+    },
+    Unpin {
+        pin: usize,
+    },
+    Cross {
+        seq: usize,
+        len: usize,
+    },
+    /// From now on the second tier fails like this; see [`Disk`].
+    Faults {
+        bits: u64,
+    },
+    Restore {
+        seq: usize,
+        give_up: bool,
+    },
     Save,
     Load,
-    Forget { entry: usize, group: usize },
+    Forget {
+        entry: usize,
+        group: usize,
+    },
 }
 
 fn retention() -> impl Strategy<Value = (u64, u8)> {
@@ -56,9 +108,8 @@ fn op() -> impl Strategy<Value = Op> {
     let tokens = |len| prop::collection::vec(0..2u32, len);
     let some = prop::option::weighted(0.3, retention());
     prop_oneof![
-        4 => (tokens(0..12usize), 0..3usize, prop::bool::weighted(0.9), some, prop::bool::weighted(0.1))
-            .prop_map(|(tokens, salt, use_prefix, retention, broken)|
-                Op::Add { tokens, salt, use_prefix, retention, broken }),
+        4 => (tokens(0..12usize), 0..3usize, prop::bool::weighted(0.9), some)
+            .prop_map(|(tokens, salt, use_prefix, retention)| Op::Add { tokens, salt, use_prefix, retention }),
         6 => (0..512usize, 1..20usize, tokens(0..3)).prop_map(|(seq, len, more)| Op::AddLike { seq, len, more }),
         12 => (0..512usize, tokens(0..6)).prop_map(|(seq, tokens)| Op::Append { seq, tokens }),
         20 => (prop::collection::vec((0..512usize, 0..9usize), 0..4), prop::bool::weighted(0.1))
@@ -76,6 +127,8 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (0..512usize, 0..20usize).prop_map(|(seq, len)| Op::Pin { seq, len }),
         2 => (0..512usize).prop_map(|pin| Op::Unpin { pin }),
         1 => (0..512usize, 0..9usize).prop_map(|(seq, len)| Op::Cross { seq, len }),
+        2 => prop_oneof![Just(0), any::<u64>(), Just(u64::MAX)].prop_map(|bits| Op::Faults { bits }),
+        3 => (0..512usize, prop::bool::weighted(0.2)).prop_map(|(seq, give_up)| Op::Restore { seq, give_up }),
         1 => Just(Op::Save),
         1 => Just(Op::Load),
         1 => (0..512usize, 0..3usize).prop_map(|(entry, group)| Op::Forget { entry, group }),
@@ -153,11 +206,22 @@ struct World {
     held: HashMap<(usize, BlockId), u64>,
     hits: u64,
     queries: u64,
+    faults: u64,
+    spills: u64,
+    fetches: u64,
     asked: HashSet<(usize, Vec<u32>)>,
 }
 
 /// Everything that a call that fails must leave as it is.
 type State = (kvcore::paging::PagingStats, Vec<Vec<Vec<BlockId>>>, Vec<(OwnedKey, Vec<u32>, Vec<Place>)>);
+
+fn is_spill(step: &Move) -> bool {
+    matches!(step, Move::Spill { .. })
+}
+
+fn is_fetch(step: &Move) -> bool {
+    matches!(step, Move::Fetch { .. })
+}
 
 impl World {
     fn new(config: ManagerConfig) -> Self {
@@ -177,6 +241,9 @@ impl World {
             held: HashMap::new(),
             hits: 0,
             queries: 0,
+            faults: 0,
+            spills: 0,
+            fetches: 0,
             asked: HashSet::new(),
         }
     }
@@ -226,15 +293,15 @@ impl World {
 
     fn step(&mut self, op: &Op) {
         match op {
-            Op::Add { tokens, salt, use_prefix, retention, broken } => {
-                self.add(tokens.clone(), *salt, *use_prefix, *retention, *broken);
+            Op::Add { tokens, salt, use_prefix, retention } => {
+                self.add(tokens.clone(), *salt, *use_prefix, *retention);
             }
             Op::AddLike { seq, len, more } => {
                 if let Some(at) = self.pick(*seq) {
                     let like = &self.seqs[at];
                     let mut tokens = like.tokens[..(*len).min(like.tokens.len())].to_vec();
                     tokens.extend(more);
-                    self.add(tokens, like.salt, true, None, false);
+                    self.add(tokens, like.salt, true, None);
                 }
             }
             Op::Append { seq, tokens } => match self.pick(*seq) {
@@ -296,6 +363,12 @@ impl World {
                 }
             }
             Op::Cross { seq, len } => self.cross(*seq, *len),
+            Op::Faults { bits } => self.faults = *bits,
+            Op::Restore { seq, give_up } => {
+                if let Some(at) = self.pick(*seq) {
+                    self.restore(at, *give_up);
+                }
+            }
             Op::Save => self.save(),
             Op::Load => self.load(),
             Op::Forget { entry, group } => self.forget(*entry, *group),
@@ -326,13 +399,16 @@ impl World {
         published.iter().filter(|(entry, _)| entry.key == key).map(|(_, path)| common(path)).max().unwrap_or(0)
     }
 
-    fn add(&mut self, tokens: Vec<u32>, salt: usize, use_prefix: bool, retention: Option<(u64, u8)>, broken: bool) {
+    fn add(&mut self, tokens: Vec<u32>, salt: usize, use_prefix: bool, retention: Option<(u64, u8)>) {
         let options =
             AddOptions { use_prefix, retention: retention.map(to_retention), ..AddOptions::salted(SALTS[salt]) };
-        let mut moves = Vec::new();
         let found = if tokens.is_empty() { 0 } else { self.manager.find_prefix(&tokens, options.key).num_tokens };
         let longest = if tokens.is_empty() { 0 } else { self.longest(salt, &tokens) };
-        let result = self.manager.add(&tokens, &options, &mut moves);
+        let mut disk = Disk::new(&mut self.store, self.faults);
+        let result = self.manager.add(&tokens, &options, &mut disk);
+        (self.spills, self.fetches) = (self.spills + disk.count(is_spill), self.fetches + disk.count(is_fetch));
+        let failed = disk.failed;
+        assert_eq!(disk.count(|step| matches!(step, Move::Copy { .. })), 0);
         if tokens.is_empty() {
             assert!(matches!(result, Err(Error::InvalidArgument(_))));
             return;
@@ -340,34 +416,16 @@ impl World {
         let id = result.unwrap();
         let cached = self.manager.num_cached_tokens(id).unwrap();
         let least = if found < self.config.min_prefix_tokens || !use_prefix { 0 } else { found };
-        assert_eq!(cached, least);
+        assert!(if failed { cached <= least } else { cached == least });
         assert!(cached <= longest && (!self.is_plain() || !use_prefix || found == longest));
-        assert!(moves.iter().all(|step| !matches!(step, Move::Copy { .. })));
         if use_prefix {
             self.queries += tokens.len() as u64;
             self.hits += cached as u64;
         }
-        self.store.carry_out(&moves);
-        if retention.is_some() {
+        if retention.is_some() || failed {
             self.renewed = self.now;
         }
         self.asked.insert((salt, tokens.clone()));
-        let fetched: Vec<(usize, BlockId)> = moves
-            .iter()
-            .filter_map(|&step| match step {
-                Move::Fetch { group, block, .. } => Some((group, block)),
-                _ => None,
-            })
-            .collect();
-        if broken && !fetched.is_empty() {
-            // The bytes could not be read: nobody may find them any more.
-            for &(group, block) in &fetched {
-                self.manager.forget_block(group, block);
-            }
-            self.manager.free(id).unwrap();
-            self.dead.push(id);
-            return;
-        }
         self.seqs.push(Seq {
             id,
             salt,
@@ -395,11 +453,12 @@ impl World {
             picked = picked.into_iter().map(|(at, n)| (at, n.clamp(1, open(at)))).collect();
         }
         let items: Vec<(SeqId, usize)> = picked.iter().map(|&(at, n)| (self.seqs[at].id, n)).collect();
-        let mut moves = vec![Move::Copy { group: 9, src: BlockId::new(7), dst: BlockId::new(7) }];
         let before = self.state();
         let given_back = self.given_back(&picked);
-        let result = self.manager.plan(&items, &mut moves);
-        moves.remove(0);
+        let mut disk = Disk::new(&mut self.store, self.faults);
+        let result = self.manager.plan(&items, &mut disk);
+        (self.spills, self.fetches) = (self.spills + disk.count(is_spill), self.fetches + disk.count(is_fetch));
+        let moves = disk.moves;
 
         let unique: HashSet<usize> = picked.iter().map(|&(at, _)| at).collect();
         let valid = |&(at, n): &(usize, usize)| n >= 1 && n <= self.seqs[at].tokens.len() - self.seqs[at].computed;
@@ -449,7 +508,6 @@ impl World {
                 assert!(table[..reach].iter().all(|block| block.is_none()));
             }
         }
-        self.store.carry_out(&moves);
         // Some layers are written at once: nobody else may be able to read these slots.
         self.store.write_half(&batch);
         self.batches.insert(0, Planned { batch, number: self.plans, rows: items, version: self.era });
@@ -658,6 +716,72 @@ impl World {
         }
     }
 
+    /// What a sequence has, as if from a file, in a sequence of its own.
+    fn restore(&mut self, at: usize, give_up: bool) {
+        let old = self.seqs[at].clone();
+        let count = old.computed.div_ceil(self.config.block_size);
+        let returned = |table: &Vec<BlockId>| table.iter().take_while(|block| block.is_none()).count().min(count);
+        let first: Vec<usize> = self.tables(old.id).iter().map(returned).collect();
+        let use_prefix = self.manager.is_shared(old.id).unwrap();
+        assert!(!use_prefix || (old.use_prefix && (old.computed == 0 || old.era == self.era)));
+        let saved = Saved {
+            token_ids: &old.tokens,
+            computed: old.computed,
+            first: &first,
+            cross_tokens: old.cross.unwrap_or(0),
+        };
+        let options = AddOptions { use_prefix, min_prefix_tokens: Some(0), ..AddOptions::salted(SALTS[old.salt]) };
+        let before = self.state();
+        let mut disk = Disk::new(&mut self.store, self.faults);
+        let result = self.manager.restore(&saved, &options, &mut disk);
+        (self.spills, self.fetches) = (self.spills + disk.count(is_spill), self.fetches + disk.count(is_fetch));
+        let restored = match result {
+            Err(Error::OutOfBlocks { needed, available, .. }) => {
+                assert!(needed > available);
+                let failed = disk.failed;
+                assert!(failed || disk.moves.is_empty());
+                assert!(failed || self.state() == before);
+                self.renewed = if failed { self.now } else { self.renewed };
+                return;
+            }
+            result => result.unwrap(),
+        };
+        let id = restored.seq;
+        for (group, entries) in restored.fill.iter().enumerate() {
+            let table = self.manager.block_table(id, group).unwrap();
+            for &entry in entries {
+                assert!(entry >= first[group]);
+                let start = entry * self.config.block_size;
+                for position in start..old.computed.min(start + self.config.block_size) {
+                    self.store.set(group, table, position, old.written[position].clone());
+                }
+            }
+        }
+        self.renewed = self.now;
+        if give_up {
+            self.manager.free(id).unwrap();
+            self.dead.push(id);
+            return;
+        }
+        assert_eq!(self.manager.finish_restore(restored).unwrap(), id);
+        let computed = self.manager.num_computed_tokens(id).unwrap();
+        assert!(computed == old.computed || (use_prefix && computed > old.computed));
+        let mut written = old.written.clone();
+        written.extend((old.computed..computed).map(|at| token(&old.tokens, at, SALTS[old.salt], self.era)));
+        self.seqs.push(Seq {
+            id,
+            use_prefix,
+            era: self.era,
+            computed,
+            cached: self.manager.num_cached_tokens(id).unwrap(),
+            plan: None,
+            last_start: old.last_start.max(old.computed),
+            written,
+            spoiled: false,
+            ..old
+        });
+    }
+
     fn save(&mut self) {
         let entries = self.manager.export_prefixes();
         self.saved = entries
@@ -735,6 +859,7 @@ impl World {
         let stats = self.manager.stats();
         assert_eq!(stats.free + stats.cached + stats.used, stats.total);
         assert_eq!((stats.hit_tokens, stats.query_tokens), (self.hits, self.queries));
+        assert_eq!((stats.spills, stats.fetches), (self.spills, self.fetches));
         assert_eq!(stats.num_sequences, self.seqs.len());
         assert_eq!(stats.evictions, stats.evicted_lru + stats.evicted_expired);
         assert!(stats.tokens <= stats.slots);
@@ -873,7 +998,7 @@ proptest! {
         let mut world = World::new(config);
         for _ in 0..3 {
             let tokens = vec![0, 1, 0, 1];
-            world.step(&Op::Add { tokens, salt: 0, use_prefix: true, retention: None, broken: false });
+            world.step(&Op::Add { tokens, salt: 0, use_prefix: true, retention: None });
         }
         world.step(&Op::Plan { items: vec![(16, 4), (32, 4), (0, 4)], wild: false });
         world.step(&Op::Commit { batch: 0 });

@@ -9,7 +9,7 @@ use kvcore::paging::{
     AddOptions, BlockManager, Cause, Event, GroupConfig, ImportEntry, ManagerConfig, Move, Occupancy, Place, Retention,
     SeqId,
 };
-use paging_store::{OneGroup, Store, run, token};
+use paging_store::{Disk, OneGroup, Store, run, token};
 
 fn with(config: ManagerConfig) -> (BlockManager, Store) {
     let store = Store::of(&config);
@@ -337,10 +337,12 @@ fn evicted_prefixes_go_to_the_second_tier_and_come_back() {
     store.assert_reads(&manager, seq, None, 0);
     assert_eq!((manager.num_cached_tokens(seq).unwrap(), manager.stats().spilled), (16, 0));
     manager.check().unwrap();
-    // What cannot be read is forgotten with all that follows.
+    // A block without the content that it should have is forgotten with all that follows.
+    let evictions = manager.stats().evictions;
     let lost = manager.table(seq).unwrap()[2];
     manager.forget_block(0, lost);
     manager.check().unwrap();
+    assert_eq!(manager.stats().evictions, evictions);
     assert_eq!(manager.known(&range(0, 17), None), 8);
     manager.free(seq).unwrap();
     assert_eq!((manager.known(&range(0, 17), None), manager.num_free_blocks()), (8, 4));
@@ -348,6 +350,41 @@ fn evicted_prefixes_go_to_the_second_tier_and_come_back() {
     let causes =
         |cause| events.list.iter().filter(|e| matches!(e, Event::Removed { cause: c, .. } if *c == cause)).count();
     assert_eq!((causes(Cause::Spilled), causes(Cause::Failed), causes(Cause::Lru)), (2, 2, 0));
+}
+
+#[test]
+fn what_cannot_be_spilled_is_evicted_and_what_cannot_be_fetched_costs_nothing() {
+    let (mut manager, mut store) = with(ManagerConfig { spill_slots: 8, max_events: 99, ..ManagerConfig::new(4, 4) });
+    let fill = |manager: &mut BlockManager, store: &mut Store, from: u32, faults: u64| {
+        let seq = manager.admit(&range(from, 16), None, true).unwrap();
+        let mut disk = Disk::new(store, faults);
+        let batch = manager.plan(&[(seq, 16)], &mut disk).unwrap();
+        store.write(manager, &batch, None, 0);
+        manager.commit(&batch).unwrap();
+        manager.free(seq).unwrap();
+        manager.check().unwrap();
+    };
+    // Of the first prompt's blocks, the last first, the third cannot be written: the two behind it are of no use.
+    fill(&mut manager, &mut store, 0, 0);
+    fill(&mut manager, &mut store, 100, 0b0100);
+    let stats = manager.stats();
+    assert_eq!((stats.spills, stats.spilled, stats.evictions, stats.evicted_lru), (3, 1, 3, 3));
+    assert_eq!(manager.known(&range(0, 17), None), 4);
+    // The second one can be written in full.
+    fill(&mut manager, &mut store, 200, 0);
+    assert_eq!((manager.stats().spills, manager.stats().spilled, manager.stats().evictions), (7, 5, 3));
+    // Its third block cannot be read: it and the last are lost, what is before is found, and nothing gave way to them.
+    manager.take_events();
+    let mut disk = Disk::new(&mut store, 0b10000);
+    let seq = manager.add(&range(100, 17), &AddOptions::default(), &mut disk).unwrap();
+    assert!(disk.failed);
+    store.assert_reads(&manager, seq, None, 0);
+    let stats = manager.stats();
+    assert_eq!((manager.num_cached_tokens(seq).unwrap(), stats.fetches, stats.hit_tokens), (8, 2, 8));
+    assert_eq!((stats.spilled, stats.spills, stats.evictions), (3, 9, 5));
+    let lost = |e: &&Event| matches!(e, Event::Removed { cause: Cause::Failed, .. });
+    assert_eq!(manager.take_events().list.iter().filter(lost).count(), 2);
+    manager.check().unwrap();
 }
 
 #[test]

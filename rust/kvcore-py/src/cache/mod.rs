@@ -6,6 +6,7 @@ mod handles;
 mod lock;
 mod options;
 mod report;
+mod scores;
 mod view;
 
 use std::cell::Cell;
@@ -13,13 +14,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvcore::cache::{AttendOptions, CacheConfig, Ended, GroupKind, KvCache};
+use kvcore::attention::Output;
+use kvcore::cache::{CacheConfig, Ended, GroupKind, KvCache};
 use kvcore::paging::{AddOptions, Key, PinId, Retention, SeqId, hash_block};
 use kvcore::storage::{KvDtype, Layout, ScaleMode};
 use kvcore::threads::{NEVER, ShouldStop};
 use kvcore::{Error, Result};
-use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
+use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::IntoPyObjectExt;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 
@@ -38,6 +41,7 @@ use group::Defaults;
 use lock::Shared;
 use options::{Ttl, block_size, key, retention, seconds, set_scales};
 use report::{Counts, Snapshot, events, nbytes, table};
+use scores::{ScoreArrays, chosen, queries};
 
 /// The paged KV cache of one model. See the stub file for the full documentation of each method.
 ///
@@ -387,7 +391,8 @@ impl PyKvCache {
         self.change(py, |cache, _| cache.write_cross(layer, seq, k, v))
     }
 
-    #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None))]
+    #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None, *, alibi_slopes = None,
+        position_bias = None, return_lse = false))]
     #[expect(clippy::too_many_arguments, reason = "the public signature")]
     fn attend<'py>(
         &self,
@@ -397,31 +402,68 @@ impl PyKvCache {
         q: &Bound<'py, PyAny>,
         #[pyo3(from_py_with = of::scale)] scale: Option<f32>,
         window: Option<Size<'py>>,
-        softcap: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = of::softcap)] softcap: Option<f32>,
         sinks: Option<&Bound<'py, PyAny>>,
+        alibi_slopes: Option<&Bound<'py, PyAny>>,
+        position_bias: Option<&Bound<'py, PyAny>>,
+        return_lse: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let batch = batch.get();
+        let layer = layer.get("layer")?;
+        let l = self.layout(layer)?;
+        let (q, heads) = queries(q, batch.num_tokens, l.k_dim)?;
+        let scores = ScoreArrays::new(heads, scale, window, softcap, sinks, alibi_slopes, position_bias)?;
+        let (q, options) = (q.as_slice()?, scores.options()?);
+        let (out, lse) = self.look_long(py, |cache, should_stop| {
+            let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
+            let mut lse = if return_lse { Some(zeros(batch.num_tokens, heads)?) } else { None };
+            let output = Output { out: &mut out, lse: lse.as_deref_mut() };
+            cache.attend(layer, &*batch.look(should_stop)?, heads, options, q, output, should_stop)?;
+            Ok((out, lse))
+        })?;
+        let out = PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])?;
+        match lse {
+            None => Ok(out.into_any()),
+            Some(lse) => (out, PyArray1::from_vec(py, lse).reshape([batch.num_tokens, heads])?).into_bound_py_any(py),
+        }
+    }
+
+    #[pyo3(signature = (layer, batch, q, index = None, rows = None, heads = None, *, scale = None, window = None,
+        softcap = None, sinks = None, alibi_slopes = None, position_bias = None))]
+    #[expect(clippy::too_many_arguments, reason = "the public signature")]
+    fn attention_weights<'py>(
+        &self,
+        py: Python<'py>,
+        layer: Size<'_>,
+        #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>,
+        q: &Bound<'py, PyAny>,
+        index: Option<Size<'py>>,
+        rows: Option<&Bound<'py, PyAny>>,
+        heads: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = of::scale)] scale: Option<f32>,
+        window: Option<Size<'py>>,
+        #[pyo3(from_py_with = of::softcap)] softcap: Option<f32>,
+        sinks: Option<&Bound<'py, PyAny>>,
+        alibi_slopes: Option<&Bound<'py, PyAny>>,
+        position_bias: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray3<f32>>> {
         let batch = batch.get();
         let layer = layer.get("layer")?;
-        for (name, value) in [("softcap", softcap), ("sinks", sinks)] {
-            if value.is_some() {
-                return Err(PyNotImplementedError::new_err(format!("{name}: not supported yet; expected None")));
-            }
-        }
-        let window = window.map(|window| window.get("window")).transpose()?;
         let l = self.layout(layer)?;
-        let heads = match q.cast::<PyUntypedArray>() {
-            Ok(array) if array.ndim() == 3 => array.shape()[1],
-            _ => 0,
-        };
-        let q = floats("q", q, &[Some(batch.num_tokens), None, Some(l.k_dim)])?;
-        let q = q.as_slice()?;
-        let options = AttendOptions { scale, window };
-        let out = self.look_long(py, |cache, should_stop| {
-            let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
-            cache.attend(layer, &*batch.look(should_stop)?, heads, options, q, &mut out, should_stop)?;
-            Ok(out)
+        let (q, q_heads) = queries(q, batch.num_tokens, l.k_dim)?;
+        let scores = ScoreArrays::new(q_heads, scale, window, softcap, sinks, alibi_slopes, position_bias)?;
+        let (q, options) = (q.as_slice()?, scores.options()?);
+        let index = index.map_or(Ok(0), |index| index.get("index"))?;
+        let rows = chosen("rows", rows)?;
+        let heads = chosen("heads", heads)?.unwrap_or_else(|| (0..q_heads).collect());
+        let (count, tokens, weights) = self.look_long(py, |cache, should_stop| {
+            let batch = batch.look(should_stop)?;
+            let rows = rows.unwrap_or_else(|| (0..batch.num_tokens_of(index)).collect());
+            let chosen = (index, &rows[..], &heads[..]);
+            let (tokens, weights) = cache.attention_weights(layer, &batch, q_heads, options, q, chosen, should_stop)?;
+            Ok((rows.len(), tokens, weights))
         })?;
-        PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])
+        PyArray1::from_vec(py, weights).reshape([count, heads.len(), tokens])
     }
 
     fn commit(&self, py: Python<'_>, #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>) -> PyResult<()> {

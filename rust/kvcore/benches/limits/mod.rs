@@ -7,8 +7,12 @@ use std::time::Instant;
 use kvcore::simd::{LANES, Level, Simd, Work};
 use kvcore::threads::{NEVER, Threads};
 
-/// Bytes of the buffer that the bandwidth is read from: larger than any cache of the machine at hand.
-const BUFFER: usize = 256 << 20;
+/// Bytes of what is read to measure memory, not caches: twice the last-level cache, as far as that is known and sane.
+pub fn beyond_caches() -> usize {
+    let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size").unwrap_or_default();
+    let kibibytes = size.trim().strip_suffix('K').and_then(|n| n.parse::<usize>().ok()).unwrap_or(0);
+    (2 * (kibibytes << 10)).clamp(160 << 20, 512 << 20)
+}
 /// Measurements; the median counts.
 const ROUNDS: usize = 9;
 
@@ -21,11 +25,11 @@ pub fn median(mut values: Vec<f64>) -> f64 {
 /// Sums 16 lanes of a buffer, so that every byte is loaded: eight streams of sums that do not wait for each other.
 struct ReadAll<'a>(&'a [[f32; LANES]]);
 
-impl Work for ReadAll<'_> {
+impl<S: Simd> Work<S> for ReadAll<'_> {
     type Output = f32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> f32 {
+    fn run(self, s: S) -> f32 {
         let mut sums = [s.splat(0.0); 4];
         for step in self.0.chunks_exact(4) {
             for (sum, x) in sums.iter_mut().zip(step) {
@@ -42,7 +46,7 @@ pub struct ReadBuffer(memmap2::MmapMut);
 impl ReadBuffer {
     /// A touched buffer.
     pub fn new() -> Self {
-        let mut map = memmap2::MmapMut::map_anon(BUFFER).expect("memory for the bandwidth measurement");
+        let mut map = memmap2::MmapMut::map_anon(beyond_caches()).expect("memory for the bandwidth measurement");
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
         map.fill(1);
@@ -60,7 +64,7 @@ impl ReadBuffer {
                 black_box(level.dispatch(ReadAll(part)));
             })
             .expect("threads");
-        BUFFER as f64 / start.elapsed().as_secs_f64() / 1e9
+        self.0.len() as f64 / start.elapsed().as_secs_f64() / 1e9
     }
 }
 
@@ -83,19 +87,21 @@ impl Products {
     }
 }
 
-impl Work for Products {
+impl<S: Simd> Work<S> for Products {
     type Output = f32;
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> f32 {
+    fn run(self, s: S) -> f32 {
         let mut sums = [s.splat(0.0); 12];
         let n = Self::sums::<S>();
         if self.bf16 {
             let x = s.pair_bf16(&black_box([0x3f80; 2 * LANES]));
-            let factor = black_box(0x3c00_3c00);
+            let mut factors: [S::Factor; LANES / 2] = [bytemuck::Zeroable::zeroed(); LANES / 2];
+            s.store_factors(s.splat(0.0078125), &mut factors);
+            let factor = black_box(factors)[0];
             for _ in 0..self.rounds {
                 for sum in &mut sums[..n] {
-                    *sum = s.dot_pair(*sum, x, factor);
+                    *sum = s.dot_pair(*sum, x, &factor);
                 }
             }
         } else {
@@ -117,9 +123,9 @@ impl Work for Products {
 /// The register tile's width of `level`.
 struct Sums;
 
-impl Work for Sums {
+impl<S: Simd> Work<S> for Sums {
     type Output = usize;
-    fn run<S: Simd>(self, _: S) -> usize {
+    fn run(self, _: S) -> usize {
         Products::sums::<S>()
     }
 }

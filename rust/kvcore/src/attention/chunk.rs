@@ -21,6 +21,9 @@ pub const CHUNK: usize = 256;
 /// Tiles of a chunk.
 pub const TILES: usize = CHUNK / TILE;
 
+/// K tiles that are asked for before their chunk's turn comes: those that go through the registers first.
+pub const NEXT_TILES: usize = 4;
+
 /// What one KV head of a sequence has stored.
 #[derive(Clone, Copy)]
 pub struct Context<'a> {
@@ -38,6 +41,12 @@ pub struct Buffers<F: Format> {
     v: Vec<F::Raw>,
 }
 
+impl<F: Format> Default for Buffers<F> {
+    fn default() -> Self {
+        Self { k: Vec::new(), v: Vec::new() }
+    }
+}
+
 /// The tiles of one chunk; empty where no row sees them.
 pub struct Chunk<'a, F: Format> {
     /// `[k_dim / STEP]` steps of 16 tokens each.
@@ -46,6 +55,8 @@ pub struct Chunk<'a, F: Format> {
     pub v: [&'a [F::Raw]; TILES],
     /// Scales of each token, where the cache has them.
     pub scales: Option<TokenScales<'a>>,
+    /// The first K tiles of the next chunk, to be asked for ahead; empty where there are none, or not in this form.
+    pub next_k: [&'a [F::Raw]; NEXT_TILES],
 }
 
 /// What each token's stored values are multiplied by.
@@ -73,14 +84,12 @@ impl<'a> Context<'a> {
         (self.blocks[t / per_block], t % per_block)
     }
 
-    /// Buffers for [`Self::chunk`], empty if it needs none.
-    pub fn buffers<F: Format>(&self) -> Buffers<F> {
+    /// Make room in `buffers` for [`Self::chunk`], or none if it needs none.
+    pub fn prepare<F: Format>(&self, buffers: &mut Buffers<F>) {
         let (k, v) = self.steps::<F>();
-        let room = |steps: usize, needed: bool| match needed {
-            true => vec![bytemuck::Zeroable::zeroed(); TILES * steps],
-            false => Vec::new(),
-        };
-        Buffers { k: room(k, self.expands()), v: room(v, self.expands() || self.view.layout.latent) }
+        let room = |steps: usize, needed: bool| if needed { TILES * steps } else { 0 };
+        buffers.k.resize(room(k, self.expands()), bytemuck::Zeroable::zeroed());
+        buffers.v.resize(room(v, self.expands() || self.view.layout.latent), bytemuck::Zeroable::zeroed());
     }
 
     /// The tiles `tiles` of chunk `c`.
@@ -101,7 +110,7 @@ impl<'a> Context<'a> {
         }
         let buffers: &'b Buffers<F> = buffers;
         let (k_steps, v_steps) = self.steps::<F>();
-        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None };
+        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None, next_k: [&[]; NEXT_TILES] };
         for t in tiles {
             let (block, tile) = place(t);
             chunk.k[t] = match buffers.k.is_empty() {
@@ -119,6 +128,16 @@ impl<'a> Context<'a> {
                 (scales.k[t], scales.v[t]) = (k, v);
             }
         }
+        if buffers.k.is_empty() {
+            for (t, next) in chunk.next_k.iter_mut().enumerate() {
+                let t = (c + 1) * TILES + t;
+                let block = self.blocks.get(t / (view.layout.block_size / TILE));
+                if block.is_some_and(|block| block.index() < view.layout.num_blocks) {
+                    let (block, tile) = self.place(t);
+                    *next = bytemuck::cast_slice(view.k_tile(block, head, tile));
+                }
+            }
+        }
         chunk
     }
 }
@@ -131,11 +150,11 @@ struct Fill<'a, F: Format> {
     buffers: &'a mut Buffers<F>,
 }
 
-impl<F: Format> Work for Fill<'_, F> {
+impl<S: Simd, F: Format> Work<S> for Fill<'_, F> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let Context { view, head, .. } = self.context;
         let (k_steps, v_steps) = self.context.steps::<F>();
         for t in self.tiles {

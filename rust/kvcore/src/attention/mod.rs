@@ -3,27 +3,34 @@
 //!
 //! ```text
 //! check the shapes
-//! cut the rows into tasks: (sequence, tile of rows, KV head), long ones further by chunks of the context
-//! run the tasks on all threads; merge the partial results of split tasks in order
+//! find the rows that read the same blocks                                  [`cascade`]
+//! cut them into tasks, run these on all threads, merge what was split      [`run`]
+//! a task: some queries of one KV head over chunks of its context           [`tile`], [`chunk`], [`softmax`]
+//! the weights of chosen rows, where they are asked for                     [`maps`]
 //! ```
 //! One chunk of the context is 256 tokens at fixed positions; a row's result is the in-order merge of its chunks,
-//! so neither batch, row tiles, task splits nor threads change a bit of it (see [`tile`]).
+//! so neither batch, shared prefixes, row tiles, task splits nor threads change a bit of it (see [`tile`]).
 #![forbid(unsafe_code)]
 
+mod cascade;
 mod chunk;
+mod maps;
 mod mask;
 pub mod reference;
+mod run;
+mod scoring;
+mod softmax;
 mod tile;
 
+pub use maps::attention_weights;
 pub use mask::Mask;
+pub use scoring::{Bias, HeadBias, Scoring};
 
 use crate::paging::BlockId;
-use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
+use crate::simd::{Bf16, F16, F32, Fp8E4M3, Fp8E5M2, Int8, Level};
 use crate::storage::{KvDtype, LayerView};
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
-use chunk::Context;
-use tile::{Partial, RowTile};
 
 /// Consecutive query rows of one sequence: row `i` is at position `start + i`.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +46,13 @@ pub struct Rows<'a> {
     pub mask: Mask,
 }
 
+impl Rows<'_> {
+    /// Tokens up to the last that any row sees.
+    pub fn tokens(&self) -> usize {
+        if self.len == 0 { 0 } else { self.mask.sees(self.start + self.len - 1).end }
+    }
+}
+
 /// What one call computes: one layer's attention for the rows of some sequences.
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
@@ -48,50 +62,66 @@ pub struct Call<'a> {
     pub rows: &'a [Rows<'a>],
     /// Query heads, a multiple of the cache's KV heads: head `h` reads KV head `h / (num_q_heads / num_kv_heads)`.
     pub num_q_heads: usize,
-    /// Multiplies the scores.
-    pub scale: f32,
+    /// How scores become weights.
+    pub scoring: Scoring<'a>,
     /// `[rows of all sequences, q heads, k_dim]`. For latent rows: queries that are absorbed, that is, multiplied by
     /// the part of the projection that would expand the latent row to K.
     pub q: &'a [f32],
 }
 
-/// Queries of one row tile: enough that a K tile in the first-level cache serves many of them.
-const QUERIES_PER_TILE: usize = 32;
+/// Where the results of a call go.
+#[derive(Debug)]
+pub struct Output<'a> {
+    /// `[rows of all sequences, q heads, v_dim]`
+    pub out: &'a mut [f32],
+    /// `[rows of all sequences, q heads]`, if wanted: the logarithm of the sum of the exponentials of a query's scores
+    /// (and of its sink), which merges attention over parts of a context.
+    pub lse: Option<&'a mut [f32]>,
+}
 
-/// Below this many multiply-adds a call is not worth waking a thread for.
-const SERIAL_WORK: usize = 300_000;
+impl<'a> From<&'a mut [f32]> for Output<'a> {
+    fn from(out: &'a mut [f32]) -> Self {
+        Self { out, lse: None }
+    }
+}
 
-/// Attend: `out` is `[rows of all sequences, q heads, v_dim]`, float32.
+/// Attend with the queries of a call.
 ///
 /// K and V of all tokens that a row sees must have been written. Of latent rows V is the first `v_dim` dimensions.
+/// Sequences whose tables begin with the same blocks read these together.
 ///
 /// With an f32 or f16 cache all is float32; with any other the queries and the softmax weights are rounded to bf16
 /// (sums stay float32).
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for shapes that do not fit, [`Error::Interrupted`] if `should_stop` said so.
-pub fn attend(
+pub fn attend<'a>(
     level: Level,
     threads: &Threads,
     call: &Call<'_>,
-    out: &mut [f32],
+    output: impl Into<Output<'a>>,
     should_stop: ShouldStop<'_>,
 ) -> Result<()> {
-    call.check(out.len())?;
+    let output = output.into();
+    call.check(&output)?;
     match call.view.layout.dtype {
-        KvDtype::F32 => call.run::<F32>(level, threads, out, should_stop),
-        KvDtype::F16 => call.run::<F16>(level, threads, out, should_stop),
+        KvDtype::F32 => run::run::<F32>(level, threads, call, output, should_stop),
+        KvDtype::F16 => run::run::<F16>(level, threads, call, output, should_stop),
         // int4 tiles are expanded to bf16.
-        KvDtype::Bf16 | KvDtype::Int4 => call.run::<Bf16>(level, threads, out, should_stop),
-        KvDtype::Fp8E4M3 => call.run::<Fp8E4M3>(level, threads, out, should_stop),
-        KvDtype::Fp8E5M2 => call.run::<Fp8E5M2>(level, threads, out, should_stop),
-        KvDtype::Int8 => call.run::<Int8>(level, threads, out, should_stop),
+        KvDtype::Bf16 | KvDtype::Int4 => run::run::<Bf16>(level, threads, call, output, should_stop),
+        KvDtype::Fp8E4M3 => run::run::<Fp8E4M3>(level, threads, call, output, should_stop),
+        KvDtype::Fp8E5M2 => run::run::<Fp8E5M2>(level, threads, call, output, should_stop),
+        KvDtype::Int8 => run::run::<Int8>(level, threads, call, output, should_stop),
     }
 }
 
 impl Call<'_> {
     /// Shapes, masks and the blocks that will be read.
-    fn check(&self, out_len: usize) -> Result<()> {
+    fn check(&self, output: &Output<'_>) -> Result<()> {
+        self.check_lengths(output.out.len(), output.lse.as_ref().map(|lse| lse.len()))
+    }
+
+    fn check_lengths(&self, out: usize, lse: Option<usize>) -> Result<()> {
         let l = &self.view.layout;
         let heads = self.num_q_heads;
         if heads == 0 || !heads.is_multiple_of(l.num_kv_heads) {
@@ -100,11 +130,10 @@ impl Call<'_> {
                 l.num_kv_heads
             )));
         }
-        if !self.scale.is_finite() {
-            return Err(Error::InvalidArgument(format!("scale: expected a finite float32, got {:?}", self.scale)));
-        }
+        self.scoring.check(heads)?;
         let rows = self.rows.iter().try_fold(0usize, |sum, s| sum.checked_add(s.len));
-        for (name, len, dim) in [("q", self.q.len(), l.k_dim), ("out", out_len, l.v_dim)] {
+        let lse = lse.map(|len| ("lse", len, 1));
+        for (name, len, dim) in [("q", self.q.len(), l.k_dim), ("out", out, l.v_dim)].into_iter().chain(lse) {
             let expected = rows.and_then(|rows| rows.checked_mul(heads)).and_then(|n| n.checked_mul(dim));
             if Some(len) != expected {
                 return Err(Error::InvalidArgument(format!(
@@ -129,134 +158,5 @@ impl Call<'_> {
             }
         }
         Ok(())
-    }
-
-    fn run<F: Format>(
-        &self,
-        level: Level,
-        threads: &Threads,
-        out: &mut [f32],
-        should_stop: ShouldStop<'_>,
-    ) -> Result<()> {
-        let (tiles, outs, work) = self.tiles(out);
-        if threads.num_threads() == 1 || work < SERIAL_WORK {
-            for (tile, out) in tiles.into_iter().zip(outs) {
-                if should_stop() {
-                    return Err(Error::Interrupted);
-                }
-                Task::Whole { tile, out }.run::<F>(level);
-            }
-            return Ok(());
-        }
-
-        // A few pieces for each thread, so that no thread waits long for the last one.
-        let chunks: usize = tiles.iter().map(|t| t.chunks().len()).sum();
-        let piece = chunks.div_ceil(4 * threads.num_threads());
-        let mut partials: Vec<Vec<Partial>> = tiles
-            .iter()
-            .map(|t| match t.chunks().len() {
-                n if n > piece => vec![Partial::default(); n],
-                _ => Vec::new(),
-            })
-            .collect();
-        let mut tasks = Vec::with_capacity(tiles.len());
-        let mut split = Vec::new();
-        for ((tile, out), partials) in tiles.into_iter().zip(outs).zip(&mut partials) {
-            if partials.is_empty() {
-                tasks.push(Task::Whole { tile, out });
-            } else {
-                for (i, part) in partials.chunks_mut(piece).enumerate() {
-                    tasks.push(Task::Chunks { tile, first: tile.chunks().start + i * piece, partials: part });
-                }
-                split.push((tile, out));
-            }
-        }
-        threads.for_each(tasks, should_stop, |task| task.run::<F>(level))?;
-        let split_partials = partials.into_iter().filter(|p| !p.is_empty());
-        for ((tile, out), partials) in split.into_iter().zip(split_partials) {
-            level.dispatch(Merge { tile, partials, out });
-        }
-        Ok(())
-    }
-
-    /// Row tiles of all KV heads, for each the parts of `out` that are its own, and the multiply-adds of all.
-    fn tiles<'a>(&'a self, out: &'a mut [f32]) -> (Vec<RowTile<'a>>, Vec<Vec<&'a mut [f32]>>, usize) {
-        let l = &self.view.layout;
-        let group = self.num_q_heads / l.num_kv_heads;
-        let rows_per_tile = (QUERIES_PER_TILE / group).max(1);
-        let (q_width, out_width) = (self.num_q_heads * l.k_dim, self.num_q_heads * l.v_dim);
-
-        let mut tiles = Vec::new();
-        let mut outs: Vec<Vec<&mut [f32]>> = Vec::new();
-        let mut rest = out;
-        let mut row = 0;
-        let mut work = 0usize;
-        for seq in self.rows {
-            for first in (0..seq.len).step_by(rows_per_tile) {
-                let rows = rows_per_tile.min(seq.len - first);
-                let (these, after) = std::mem::take(&mut rest).split_at_mut(rows * out_width);
-                rest = after;
-                let base = outs.len();
-                for head in 0..l.num_kv_heads {
-                    let tile = RowTile {
-                        context: Context { view: self.view, blocks: seq.blocks, head },
-                        group,
-                        start: seq.start + first,
-                        rows,
-                        mask: seq.mask,
-                        scale: self.scale,
-                        q: &self.q[row * q_width..(row + rows) * q_width],
-                    };
-                    work = work.saturating_add(rows * group * (l.k_dim + l.v_dim) / 2 * tile.sees().len());
-                    tiles.push(tile);
-                    outs.push(Vec::with_capacity(rows));
-                }
-                for one_row in these.chunks_exact_mut(out_width) {
-                    for (head, part) in one_row.chunks_exact_mut(group * l.v_dim).enumerate() {
-                        outs[base + head].push(part);
-                    }
-                }
-                row += rows;
-            }
-        }
-        (tiles, outs, work)
-    }
-}
-
-/// One row tile of one KV head: all of its context, or some of its chunks.
-enum Task<'a> {
-    Whole { tile: RowTile<'a>, out: Vec<&'a mut [f32]> },
-    Chunks { tile: RowTile<'a>, first: usize, partials: &'a mut [Partial] },
-}
-
-impl Task<'_> {
-    fn run<F: Format>(self, level: Level) {
-        struct On<'a, F>(Task<'a>, std::marker::PhantomData<F>);
-        impl<F: Format> Work for On<'_, F> {
-            type Output = ();
-            #[inline(always)]
-            fn run<S: Simd>(self, s: S) {
-                match self.0 {
-                    Task::Whole { tile, out } => tile.attend::<S, F>(s, out),
-                    Task::Chunks { tile, first, partials } => tile.some_chunks::<S, F>(s, first, partials),
-                }
-            }
-        }
-        level.dispatch(On::<F>(self, std::marker::PhantomData));
-    }
-}
-
-/// The in-order merge of a split task.
-struct Merge<'a> {
-    tile: RowTile<'a>,
-    partials: Vec<Partial>,
-    out: Vec<&'a mut [f32]>,
-}
-
-impl Work for Merge<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        self.tile.merge(s, self.partials, self.out);
     }
 }

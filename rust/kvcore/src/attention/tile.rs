@@ -1,4 +1,4 @@
-//! One tile of query rows against the context of one KV head.
+//! One tile of queries against the context of one KV head.
 //!
 //! ```text
 //! for each chunk of 256 tokens (at fixed positions):
@@ -17,48 +17,107 @@
 
 use std::ops::Range;
 
-use super::chunk::{Buffers, CHUNK, Chunk, Context};
-use super::mask::Mask;
-use crate::simd::{Format, LANES, Simd, Work, math, tile as kernel};
+use super::chunk::{Buffers, CHUNK, Chunk, Context, NEXT_TILES, TILES};
+use super::scoring::Scoring;
+use super::softmax::{Merge, Weights};
+use crate::simd::{Format, LANES, Simd, Work, tile as kernel};
 use crate::storage::TILE;
 
 /// The largest number of queries that go through one register tile together.
 const MAX_M: usize = 8;
 
-/// Queries of consecutive rows that share one KV head.
+/// Gets a query, the first token of a chunk, what of it the query sees (counted from that token), and the chunk's scores in
+/// base-2 units as the softmax takes them.
+pub trait Observe: FnMut(usize, usize, Range<usize>, &[f32; CHUNK]) {}
+impl<T: FnMut(usize, usize, Range<usize>, &[f32; CHUNK])> Observe for T {}
+
+/// All query heads of one position.
+#[derive(Clone, Debug)]
+pub struct Row<'a> {
+    /// Its position in its sequence.
+    pub position: usize,
+    /// The tokens that it sees.
+    pub sees: Range<usize>,
+    /// `[q heads, k_dim]`
+    pub q: &'a [f32],
+}
+
+impl Row<'_> {
+    /// The chunks that it sees any token of.
+    pub fn chunks(&self) -> Range<usize> {
+        self.sees.start / CHUNK..self.sees.end.div_ceil(CHUNK)
+    }
+}
+
+/// Rows that read the same tiles of one KV head; a query is one of the head's query heads in one row.
 #[derive(Clone, Copy)]
-pub struct RowTile<'a> {
+pub struct QueryTile<'a> {
     /// K and V of the head.
     pub context: Context<'a>,
     /// Query heads for each KV head.
     pub group: usize,
-    /// Position of the first row.
-    pub start: usize,
-    /// Number of rows.
-    pub rows: usize,
-    /// Which tokens each row sees.
-    pub mask: Mask,
-    /// Multiplies the scores.
-    pub scale: f32,
-    /// `[rows, q heads, k_dim]`, all heads.
-    pub q: &'a [f32],
+    /// The rows.
+    pub rows: &'a [Row<'a>],
+    /// How scores become weights.
+    pub scoring: &'a Scoring<'a>,
 }
 
-/// Softmax state of all queries of a tile over some tokens: maximum, sum of weights and weighted sum of V.
-#[derive(Clone, Default)]
+/// Softmax state of all queries of a tile over some tokens: maximum (of scores in base-2 units), sum of weights, and
+/// weighted sum of V.
+#[derive(Clone, Debug, Default)]
 pub struct Partial {
     m: Vec<f32>,
     l: Vec<f32>,
     acc: Vec<f32>,
 }
 
-/// Buffers of one task.
-struct Scratch<F: Format> {
+impl Partial {
+    /// Room for `queries`, each `width` wide. What is in it may be anything.
+    fn resize(&mut self, queries: usize, width: usize) {
+        self.m.resize(queries, 0.0);
+        self.l.resize(queries, 0.0);
+        self.acc.resize(queries * width, 0.0);
+    }
+
+    /// One query's state.
+    pub fn of(&self, query: usize, width: usize) -> State<'_> {
+        State { m: self.m[query], l: self.l[query], acc: &self.acc[query * width..][..width] }
+    }
+}
+
+/// One query's softmax state.
+#[derive(Clone, Copy)]
+pub struct State<'a> {
+    /// The maximum.
+    pub m: f32,
+    /// The sum of weights.
+    pub l: f32,
+    /// The weighted sum of V.
+    pub acc: &'a [f32],
+}
+
+/// Buffers of one thread, for one tile after the other.
+pub struct Scratch<S: Simd, F: Format> {
     /// Packed queries, register tile after register tile, each `[steps][M]`.
-    queries: Vec<F::Coef>,
+    queries: Vec<F::Coef<S>>,
     scores: Vec<[f32; CHUNK]>,
-    weights: Vec<[F::Coef; CHUNK]>,
+    weights: Vec<[F::Coef<S>; CHUNK]>,
     buffers: Buffers<F>,
+    running: Partial,
+    partial: Partial,
+}
+
+impl<S: Simd, F: Format> Default for Scratch<S, F> {
+    fn default() -> Self {
+        Self {
+            queries: Vec::new(),
+            scores: vec![[0.0; CHUNK]; MAX_M],
+            weights: vec![[bytemuck::Zeroable::zeroed(); CHUNK]; MAX_M],
+            buffers: Buffers::default(),
+            running: Partial::default(),
+            partial: Partial::default(),
+        }
+    }
 }
 
 /// `$body` with constants M, B and D for the register tile of `$m` queries: B K tiles and D V vectors at a time, so
@@ -97,107 +156,132 @@ fn tile_size<S: Simd>(left: usize) -> usize {
     sizes.iter().copied().find(|&m| m <= left).unwrap_or(1)
 }
 
-impl RowTile<'_> {
-    /// All tokens that any row sees.
-    pub fn sees(&self) -> Range<usize> {
-        self.mask.sees(self.start).start..self.mask.sees(self.start + self.rows - 1).end
-    }
-
-    /// The chunks of these tokens.
+impl QueryTile<'_> {
+    /// The chunks that any row sees.
     pub fn chunks(&self) -> Range<usize> {
-        let sees = self.sees();
-        sees.start / CHUNK..sees.end.div_ceil(CHUNK)
+        let of = |row: &Row<'_>| row.chunks();
+        let start = self.rows.iter().map(|row| of(row).start).min().unwrap_or(0);
+        start..self.rows.iter().map(|row| of(row).end).max().unwrap_or(0)
     }
 
     fn num_queries(&self) -> usize {
-        self.rows * self.group
+        self.rows.len() * self.group
     }
 
     fn width(&self) -> usize {
         self.context.view.layout.width()
     }
 
-    /// Attend over the whole context; `out` has one `[group, v_dim]` slice for each row.
-    pub fn attend<S: Simd, F: Format>(&self, s: S, out: Vec<&mut [f32]>) {
-        let mut scratch = self.scratch::<S, F>(s);
-        let mut running = self.partial();
-        let mut partial = self.partial();
-        let chunks = self.chunks();
-        self.chunk(s, &mut scratch, chunks.start, &mut running);
-        for c in chunks.skip(1) {
-            self.chunk(s, &mut scratch, c, &mut partial);
-            self.merge_chunk(s, c, &mut running, &partial);
+    fn q_heads(&self) -> usize {
+        self.group * self.context.view.layout.num_kv_heads
+    }
+
+    /// The row of a query, and its query head.
+    fn query(&self, query: usize) -> (&Row<'_>, usize) {
+        (&self.rows[query / self.group], self.context.head * self.group + query % self.group)
+    }
+
+    /// Attend over the whole context; `finish` gets each query's row, head within the group, and state.
+    pub fn attend<S: Simd, F: Format>(
+        &self,
+        s: S,
+        scratch: &mut Scratch<S, F>,
+        mut finish: impl FnMut(usize, usize, State<'_>),
+    ) {
+        let mut running = std::mem::take(&mut scratch.running);
+        self.run_of_chunks(s, scratch, self.chunks(), &mut running, |_, _, _, _| {});
+        for query in 0..self.num_queries() {
+            finish(query / self.group, query % self.group, running.of(query, self.width()));
         }
-        self.finish(&running, out);
+        scratch.running = running;
+    }
+
+    /// The state of every query over `chunks`, merged in order, from the first chunk that its row sees.
+    pub fn run_of_chunks<S: Simd, F: Format>(
+        &self,
+        s: S,
+        scratch: &mut Scratch<S, F>,
+        chunks: Range<usize>,
+        running: &mut Partial,
+        mut observe: impl Observe,
+    ) {
+        self.pack(s, scratch);
+        running.resize(self.num_queries(), self.width());
+        let mut partial = std::mem::take(&mut scratch.partial);
+        partial.resize(self.num_queries(), self.width());
+        for c in chunks.clone() {
+            if c == chunks.start {
+                self.chunk(s, scratch, c, running, &mut observe);
+            } else {
+                self.chunk(s, scratch, c, &mut partial, &mut observe);
+                self.merge_chunk(s, c, running, &partial);
+            }
+        }
+        scratch.partial = partial;
     }
 
     /// The partial results of the chunks from `first` on, one for each of `partials`.
-    pub fn some_chunks<S: Simd, F: Format>(&self, s: S, first: usize, partials: &mut [Partial]) {
-        let mut scratch = self.scratch::<S, F>(s);
+    pub fn some_chunks<S: Simd, F: Format>(
+        &self,
+        s: S,
+        scratch: &mut Scratch<S, F>,
+        first: usize,
+        partials: &mut [Partial],
+    ) {
+        self.pack(s, scratch);
         for (i, partial) in partials.iter_mut().enumerate() {
-            *partial = self.partial();
-            self.chunk(s, &mut scratch, first + i, partial);
+            partial.resize(self.num_queries(), self.width());
+            self.chunk(s, scratch, first + i, partial, &mut |_, _, _, _| {});
         }
-    }
-
-    /// Merge the partial results of all chunks, in order, exactly as [`Self::attend`] does.
-    pub fn merge<S: Simd>(&self, s: S, partials: Vec<Partial>, out: Vec<&mut [f32]>) {
-        let mut chunks = self.chunks().zip(partials);
-        let Some((_, mut running)) = chunks.next() else { return };
-        for (c, partial) in chunks {
-            self.merge_chunk(s, c, &mut running, &partial);
-        }
-        self.finish(&running, out);
-    }
-
-    fn partial(&self) -> Partial {
-        let n = self.num_queries();
-        Partial { m: vec![0.0; n], l: vec![0.0; n], acc: vec![0.0; n * self.width()] }
     }
 
     /// Pack the queries as the kernels read them.
-    fn scratch<S: Simd, F: Format>(&self, _: S) -> Scratch<F> {
+    fn pack<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<S, F>) {
         let (n, dim) = (self.num_queries(), self.context.view.layout.k_dim);
-        let row_width = self.q.len() / self.rows;
-        let mut queries = Vec::with_capacity(n * dim / F::STEP);
+        let steps = dim / F::STEP;
+        scratch.queries.resize(n * steps, bytemuck::Zeroable::zeroed());
+        self.context.prepare(&mut scratch.buffers);
         let mut first = 0;
         while first < n {
             let m = tile_size::<S>(n - first);
-            for i in (0..dim).step_by(F::STEP) {
-                for query in first..first + m {
-                    let (row, head) = (query / self.group, self.context.head * self.group + query % self.group);
-                    queries.push(F::coef(&self.q[row * row_width + head * dim + i..][..F::STEP]));
-                }
+            for query in 0..m {
+                let (row, head) = self.query(first + query);
+                let packed = &mut scratch.queries[first * steps..(first + m) * steps];
+                s.run(Pack::<S, F> { q: &row.q[head * dim..][..dim], packed, m, query });
             }
             first += m;
-        }
-        let zero: F::Coef = bytemuck::Zeroable::zeroed();
-        Scratch {
-            queries,
-            scores: vec![[0.0; CHUNK]; MAX_M],
-            weights: vec![[zero; CHUNK]; MAX_M],
-            buffers: self.context.buffers(),
         }
     }
 
     /// Tokens of chunk `c` that `query`'s row sees, counted within the chunk.
     fn visible(&self, c: usize, query: usize) -> Range<usize> {
-        within(c, self.mask.sees(self.start + query / self.group))
+        within(c, self.rows[query / self.group].sees.clone())
     }
 
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
-    fn chunk<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<F>, c: usize, partial: &mut Partial) {
+    fn chunk<S: Simd, F: Format>(
+        &self,
+        s: S,
+        scratch: &mut Scratch<S, F>,
+        c: usize,
+        partial: &mut Partial,
+        observe: &mut impl Observe,
+    ) {
         let n = self.num_queries();
         let steps = self.context.view.layout.k_dim / F::STEP;
-        let tiles = tiles_of(&within(c, self.sees()));
-        let Scratch { queries, scores, weights, buffers } = scratch;
-        let chunk = self.context.chunk(s, c, tiles, buffers);
+        let seen = self.rows.iter().map(|row| within(c, row.sees.clone())).filter(|v| !v.is_empty());
+        let Some(seen) = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else { return };
+        let Scratch { queries, scores, weights, buffers, .. } = scratch;
+        let chunk = self.context.chunk(s, c, tiles_of(&seen), buffers);
         let mut first = 0;
         while first < n {
             let m = tile_size::<S>(n - first);
             with_tile!(S::ACCUMULATORS, m, |M, B, D, ONE| {
                 let queries = queries[first * steps..(first + M) * steps].as_chunks::<M>().0;
                 self.register_tile::<S, F, M, B, D, ONE>(s, &chunk, c, first, queries, scores, weights, partial);
+                for m in 0..M {
+                    observe(first + m, c * CHUNK, self.visible(c, first + m), &scores[m]);
+                }
             });
             first += m;
         }
@@ -210,25 +294,31 @@ impl RowTile<'_> {
         chunk: &Chunk<'_, F>,
         c: usize,
         first: usize,
-        queries: &[[F::Coef; M]],
+        queries: &[[F::Coef<S>; M]],
         scores: &mut [[f32; CHUNK]],
-        weights: &mut [[F::Coef; CHUNK]],
+        weights: &mut [[F::Coef<S>; CHUNK]],
         partial: &mut Partial,
     ) {
         let visible: [Range<usize>; M] = std::array::from_fn(|m| self.visible(c, first + m));
         let Some(Shared { any, all }) = shared(&visible) else { return };
 
-        s.run(Scores::<F, M, B> { chunk, tiles: tiles_of(&any), queries, scores });
-        let scale = self.scale * self.context.view.k_scale(self.context.head);
+        // Later queries find the tiles in the cache.
+        let prefetch = first == 0;
+        s.run(Scores::<S, F, M, B> { chunk, tiles: tiles_of(&any), queries, scores, prefetch });
+        let k_scale = self.context.view.k_scale(self.context.head);
         for m in 0..M {
             if !visible[m].is_empty() {
                 let (scores, weights) = (&mut scores[m], &mut weights[m]);
-                let (max, sum) = s.run(Weights { chunk, scale, visible: visible[m].clone(), scores, weights });
-                partial.m[first + m] = max;
-                partial.l[first + m] = sum;
+                let (row, head) = self.query(first + m);
+                let bias = self.scoring.bias_of(head, self.q_heads());
+                let (scale, softcap) = (self.scoring.scale * k_scale, self.scoring.softcap);
+                let (first_token, position, visible) = (c * CHUNK, row.position, visible[m].clone());
+                let weights =
+                    Weights::<S, F> { chunk, scale, softcap, bias, first_token, position, visible, scores, weights };
+                (partial.m[first + m], partial.l[first + m]) = s.run(weights);
             }
         }
-        let weights: &[[F::Coef; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
+        let weights: &[[F::Coef<S>; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
         let width = self.width();
         let acc = &mut partial.acc[first * width..(first + M) * width];
         acc.fill(0.0);
@@ -237,17 +327,17 @@ impl RowTile<'_> {
             let own = std::array::from_ref(&weights[m]);
             let before = visible[m].start..visible[m].end.min(all.start);
             if !before.is_empty() {
-                s.run(Mix::<F, 1, ONE> { chunk, tokens: before, width, weights: own, acc });
+                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: before, width, weights: own, acc, prefetch: false });
             }
         }
         if !all.is_empty() {
-            s.run(Mix::<F, M, D> { chunk, tokens: all.clone(), width, weights, acc });
+            s.run(Mix::<S, F, M, D> { chunk, tokens: all.clone(), width, weights, acc, prefetch });
         }
         for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
             let own = std::array::from_ref(&weights[m]);
             let behind = visible[m].start.max(all.end)..visible[m].end;
             if !behind.is_empty() {
-                s.run(Mix::<F, 1, ONE> { chunk, tokens: behind, width, weights: own, acc });
+                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: behind, width, weights: own, acc, prefetch: false });
             }
         }
     }
@@ -256,44 +346,60 @@ impl RowTile<'_> {
     fn merge_chunk<S: Simd>(&self, s: S, c: usize, running: &mut Partial, chunk: &Partial) {
         let width = self.width();
         for i in 0..self.num_queries() {
-            let sees = self.mask.sees(self.start + i / self.group);
-            if within(c, sees.clone()).is_empty() {
+            if !self.rows[i / self.group].chunks().contains(&c) {
                 continue;
             }
-            let (acc, add) = (&mut running.acc[i * width..][..width], &chunk.acc[i * width..][..width]);
-            let (m, l) = (&mut running.m[i], &mut running.l[i]);
-            if sees.start / CHUNK == c {
-                (*m, *l) = (chunk.m[i], chunk.l[i]);
-                acc.copy_from_slice(add);
+            let (m, l, acc) = (&mut running.m[i], &mut running.l[i], &mut running.acc[i * width..][..width]);
+            let add = chunk.of(i, width);
+            if self.rows[i / self.group].chunks().start == c {
+                (*m, *l) = (add.m, add.l);
+                acc.copy_from_slice(add.acc);
             } else {
-                s.run(Merge { m, l, acc, add_m: chunk.m[i], add_l: chunk.l[i], add });
+                s.run(Merge { m, l, acc, add });
             }
         }
     }
+}
 
-    /// `out = acc / l`, each row's queries side by side.
-    fn finish(&self, state: &Partial, out: Vec<&mut [f32]>) {
-        let (view, width) = (self.context.view, self.width());
-        let scale = view.v_scale(self.context.head);
-        for (row, out) in out.into_iter().enumerate() {
-            for (head, out) in out.chunks_exact_mut(view.layout.v_dim).enumerate() {
-                let i = row * self.group + head;
-                for (out, acc) in out.iter_mut().zip(&state.acc[i * width..]) {
-                    *out = acc / state.l[i] * scale;
-                }
+/// One query among the `m` of a register tile.
+struct Pack<'a, S: Simd, F: Format> {
+    q: &'a [f32],
+    /// `[steps][m]`
+    packed: &'a mut [F::Coef<S>],
+    m: usize,
+    query: usize,
+}
+
+impl<S: Simd, F: Format> Work<S> for Pack<'_, S, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let steps = self.packed.chunks_exact_mut(self.m * LANES / F::STEP);
+        let mut coefs = [bytemuck::Zeroable::zeroed(); LANES];
+        let whole = steps.len();
+        for (q, packed) in self.q.chunks_exact(LANES).zip(steps) {
+            F::coefs(s, q, &mut coefs);
+            for (i, &coef) in coefs[..LANES / F::STEP].iter().enumerate() {
+                packed[i * self.m + self.query] = coef;
             }
+        }
+        let (q, packed) = (&self.q[whole * LANES..], &mut self.packed[whole * self.m * LANES / F::STEP..]);
+        F::coefs(s, q, &mut coefs);
+        for (i, &coef) in coefs[..q.len() / F::STEP].iter().enumerate() {
+            packed[i * self.m + self.query] = coef;
         }
     }
 }
 
 /// The part of `tokens` that lies in chunk `c`, counted from the chunk's first token; it may be empty.
-fn within(c: usize, tokens: Range<usize>) -> Range<usize> {
+pub fn within(c: usize, tokens: Range<usize>) -> Range<usize> {
     let place = |token: usize| token.saturating_sub(c * CHUNK).min(CHUNK);
     place(tokens.start)..place(tokens.end)
 }
 
 /// The tiles that `tokens` lie in.
-fn tiles_of(tokens: &Range<usize>) -> Range<usize> {
+pub fn tiles_of(tokens: &Range<usize>) -> Range<usize> {
     tokens.start / TILE..tokens.end.div_ceil(TILE)
 }
 
@@ -306,147 +412,108 @@ struct Shared {
     all: Range<usize>,
 }
 
-/// `None` if no row sees any token. Both ends ascend with the rows.
+/// `None` if no row sees any token.
 fn shared(visible: &[Range<usize>]) -> Option<Shared> {
-    let mut seeing = visible.iter().filter(|v| !v.is_empty());
+    let mut seeing = visible.iter().filter(|v| !v.is_empty()).cloned();
     let first = seeing.next()?;
-    let last = seeing.next_back().unwrap_or(first);
-    let start = if first.start == last.start { first.start } else { last.start.next_multiple_of(TILE) };
-    let end = if first.end == last.end { first.end } else { first.end / TILE * TILE };
-    Some(Shared { any: first.start..last.end, all: if start < end { start..end } else { CHUNK..CHUNK } })
+    let (mut any, mut all) = (first.clone(), first);
+    for v in seeing {
+        any = any.start.min(v.start)..any.end.max(v.end);
+        all = all.start.max(v.start)..all.end.min(v.end);
+    }
+    let start = if any.start == all.start { all.start } else { all.start.next_multiple_of(TILE) };
+    let end = if any.end == all.end { all.end } else { all.end / TILE * TILE };
+    Some(Shared { any, all: if start < end { start..end } else { CHUNK..CHUNK } })
 }
 
 // Each piece of work below is compiled once per level, format and tile size, as a function of its own.
 
 /// `scores[m][token] = q . k` for the tiles `tiles` of a chunk.
-struct Scores<'a, F: Format, const M: usize, const B: usize> {
+struct Scores<'a, S: Simd, F: Format, const M: usize, const B: usize> {
     chunk: &'a Chunk<'a, F>,
     tiles: Range<usize>,
-    queries: &'a [[F::Coef; M]],
+    queries: &'a [[F::Coef<S>; M]],
     scores: &'a mut [[f32; CHUNK]],
+    prefetch: bool,
 }
 
-impl<F: Format, const M: usize, const B: usize> Work for Scores<'_, F, M, B> {
+impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, S, F, M, B> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let mut store = |t: usize, m: usize, x: S::F32| {
-            s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
-        };
+    fn run(mut self, s: S) {
         let mut t = self.tiles.start;
         while t + B <= self.tiles.end {
             let panels = self.chunk.k[t..].first_chunk().expect("B panels");
-            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries);
+            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries, self.ahead(t + B));
             for m in 0..M {
                 for b in 0..B {
-                    store(t + b, m, acc[m][b]);
+                    self.store(s, t + b, m, acc[m][b]);
                 }
             }
             t += B;
         }
         while t < self.tiles.end {
-            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries);
+            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries, self.ahead(t + 1));
             for m in 0..M {
-                store(t, m, acc[m][0]);
+                self.store(s, t, m, acc[m][0]);
             }
             t += 1;
         }
     }
 }
 
-/// Lanes of tile `t` that are `visible` from `x`, the others from `other`.
-#[inline(always)]
-fn visible_lanes<S: Simd>(s: S, visible: &Range<usize>, t: usize, x: S::F32, other: S::F32) -> S::F32 {
-    let x = s.first_lanes(visible.end - t * TILE, x, other);
-    if t * TILE < visible.start { s.first_lanes(visible.start - t * TILE, other, x) } else { x }
-}
-
-/// Scores to softmax weights `exp(scale * score - max)` for the `visible` tokens. Returns the maximum (of the scores in
-/// base-2 units) and the sum of the weights as they are multiplied, that is, after rounding. Where tokens have scales,
-/// K's multiply the scores and V's the weights, which are rounded with them; the sum is that of the weights alone.
-struct Weights<'a, F: Format> {
-    chunk: &'a Chunk<'a, F>,
-    scale: f32,
-    visible: Range<usize>,
-    scores: &'a mut [f32; CHUNK],
-    weights: &'a mut [F::Coef; CHUNK],
-}
-
-impl<F: Format> Work for Weights<'_, F> {
-    type Output = (f32, f32);
-
+impl<S: Simd, F: Format, const M: usize, const B: usize> Scores<'_, S, F, M, B> {
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> (f32, f32) {
-        let scale = s.splat(self.scale * std::f32::consts::LOG2_E);
-        let (zero, lowest) = (s.splat(0.0), s.splat(f32::NEG_INFINITY));
-        let (visible, tiles) = (&self.visible, tiles_of(&self.visible));
-        let scores = self.scores.as_chunks_mut::<LANES>().0;
-        let scales = self.chunk.scales.as_ref();
-        let mut max = lowest;
-        for t in tiles.clone() {
-            let mut x = s.mul(s.load(&scores[t]), scale);
-            if let Some(scales) = scales {
-                x = s.mul(x, s.load(scales.k[t]));
-            }
-            x = visible_lanes(s, visible, t, x, lowest);
-            max = s.max(max, x);
-            s.store(x, &mut scores[t]);
-        }
-        let max = s.reduce_max(max);
-        let mut sum = zero;
-        let outs = self.weights.chunks_exact_mut(TILE / F::STEP).skip(tiles.start);
-        for (t, out) in tiles.zip(outs) {
-            let mut x = math::exp2(s, s.sub(s.load(&scores[t]), s.splat(max)));
-            if let Some(scales) = scales {
-                sum = s.add(sum, x);
-                // Zero times the scale of a stale slot, which may be anything, is not zero.
-                x = F::round_coefs(s, visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero));
-            } else {
-                x = F::round_coefs(s, x);
-                sum = s.add(sum, x);
-            }
-            F::store_coefs(s, x, out);
-        }
-        (max, s.reduce_sum(sum))
+    fn store(&mut self, s: S, t: usize, m: usize, x: S::F32) {
+        s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
+    }
+
+    /// What is read after this: the K tiles from `next` on, and behind the last one V.
+    #[inline(always)]
+    fn ahead<const N: usize>(&self, next: usize) -> Option<[*const F::Raw; N]> {
+        let (k, v) = (&self.chunk.k[..self.tiles.end], &self.chunk.v[self.tiles.start..self.tiles.end]);
+        let tile = |i: usize| k.get(next + i).or_else(|| v.get(i)).map_or(std::ptr::null(), |tile| tile.as_ptr());
+        self.prefetch.then(|| std::array::from_fn(tile))
     }
 }
 
 /// `acc[m] += sum of weights[m][token] * v[token]` over `tokens` of a chunk; `acc` is `[M, width]`.
-struct Mix<'a, F: Format, const M: usize, const D: usize> {
+struct Mix<'a, S: Simd, F: Format, const M: usize, const D: usize> {
     chunk: &'a Chunk<'a, F>,
     tokens: Range<usize>,
     width: usize,
-    weights: &'a [[F::Coef; CHUNK]; M],
+    weights: &'a [[F::Coef<S>; CHUNK]; M],
     acc: &'a mut [f32],
+    prefetch: bool,
 }
 
-impl<F: Format, const M: usize, const D: usize> Work for Mix<'_, F, M, D> {
+impl<S: Simd, F: Format, const M: usize, const D: usize> Work<S> for Mix<'_, S, F, M, D> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, s: S) {
+    fn run(mut self, s: S) {
         let vectors = self.width / LANES;
         let mut d = 0;
         while d + D <= vectors {
-            self.columns::<S, D>(s, d);
+            self.columns::<D>(s, d);
             d += D;
         }
         while D > 4 && d + 4 <= vectors {
-            self.columns::<S, 4>(s, d);
+            self.columns::<4>(s, d);
             d += 4;
         }
         while d < vectors {
-            self.columns::<S, 1>(s, d);
+            self.columns::<1>(s, d);
             d += 1;
         }
     }
 }
 
-impl<F: Format, const M: usize, const D: usize> Mix<'_, F, M, D> {
+impl<S: Simd, F: Format, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
     /// The vectors `d..d + N` of the head's dimensions.
     #[inline(always)]
-    fn columns<S: Simd, const N: usize>(&mut self, s: S, d: usize) {
+    fn columns<const N: usize>(&mut self, s: S, d: usize) {
         let (width, vectors) = (self.width, self.width / LANES);
         let mut sums = [[s.splat(0.0); N]; M];
         for m in 0..M {
@@ -459,7 +526,11 @@ impl<F: Format, const M: usize, const D: usize> Mix<'_, F, M, D> {
             let (first, last) = (start / F::STEP, end.div_ceil(F::STEP));
             let rows = &self.chunk.v[t][(first - t * TILE / F::STEP) * vectors + d..];
             let halves = (!start.is_multiple_of(F::STEP), !end.is_multiple_of(F::STEP));
-            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, first, last, halves);
+            let ahead = self.ahead(t, d, N);
+            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, ahead, first, last, halves);
+            if self.prefetch && d + N >= vectors {
+                self.next_chunk(s, t);
+            }
         }
         for m in 0..M {
             for i in 0..N {
@@ -467,34 +538,23 @@ impl<F: Format, const M: usize, const D: usize> Mix<'_, F, M, D> {
             }
         }
     }
-}
 
-/// One query's running state with one more chunk: both rescaled to the larger maximum.
-struct Merge<'a> {
-    m: &'a mut f32,
-    l: &'a mut f32,
-    acc: &'a mut [f32],
-    add_m: f32,
-    add_l: f32,
-    add: &'a [f32],
-}
-
-impl Work for Merge<'_> {
-    type Output = ();
-
+    /// What is read after tile `t` of the vectors `d..d + n`: the same vectors of the next tile, and behind the last tile
+    /// the next vectors of the first.
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let max = if self.add_m > *self.m { self.add_m } else { *self.m };
-        let mut differences = [0.0; LANES];
-        (differences[0], differences[1]) = (*self.m - max, self.add_m - max);
-        let mut factors = [0.0; LANES];
-        s.store(math::exp2(s, s.load(&differences)), &mut factors);
-        let (old, new) = (factors[0], factors[1]);
-        *self.m = max;
-        *self.l = *self.l * old + self.add_l * new;
-        for (acc, add) in self.acc.as_chunks_mut::<LANES>().0.iter_mut().zip(self.add.as_chunks::<LANES>().0) {
-            let kept = s.mul(s.load(acc), s.splat(old));
-            s.store(s.mul_add(s.load(add), s.splat(new), kept), acc);
+    fn ahead(&self, t: usize, d: usize, n: usize) -> Option<*const F::Raw> {
+        let tiles = tiles_of(&self.tokens);
+        let (tile, d) = if t + 1 < tiles.end { (t + 1, d) } else { (tiles.start, d + n) };
+        self.prefetch.then(|| self.chunk.v[tile].as_ptr().wrapping_add(d))
+    }
+
+    /// Ask for a sixteenth of the next chunk's first K tiles.
+    #[inline(always)]
+    fn next_chunk(&self, s: S, t: usize) {
+        const PARTS: usize = TILES / NEXT_TILES;
+        let tile = self.chunk.next_k[t / PARTS];
+        for line in tile.chunks(tile.len().div_ceil(PARTS).max(1)).nth(t % PARTS).into_iter().flatten() {
+            s.prefetch(line);
         }
     }
 }

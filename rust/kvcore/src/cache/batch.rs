@@ -17,6 +17,11 @@ impl Batch {
         self.plan.num_tokens()
     }
 
+    /// New tokens of the plan's sequence `index`; 0 if there is none.
+    pub fn num_tokens_of(&self, index: usize) -> usize {
+        self.plan.rows.get(index).map_or(0, |row| row.len)
+    }
+
     /// For each sequence of the plan: its handle, the position of its first new token, and their number.
     pub fn items(&self) -> impl Iterator<Item = (SeqId, usize, usize)> + '_ {
         self.plan.rows.iter().map(|row| (row.seq, row.start, row.len))

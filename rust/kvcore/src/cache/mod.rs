@@ -32,7 +32,7 @@ pub use rows::{AttendOptions, Dense};
 pub use views::{Ended, TileView};
 
 use crate::paging::{
-    AddOptions, BlockId, BlockManager, Events, GroupConfig, ManagerConfig, Move, PagingStats, PinId, Retention, SeqId,
+    AddOptions, BlockId, BlockManager, Events, GroupConfig, ManagerConfig, PagingStats, PinId, Retention, SeqId,
 };
 use crate::simd::Level;
 use crate::storage::{KvStore, SpillFile};
@@ -71,8 +71,8 @@ pub struct KvCache {
     clock: Clock,
     level: Level,
     threads: Arc<Threads>,
-    /// Kept between calls, so that a decode step allocates nothing for it.
-    moves: Vec<Move>,
+    /// A block on its way back from the second tier. Kept to allocate once.
+    staged: Vec<u8>,
     /// The last copies, for those who look on.
     copies: VecDeque<(usize, BlockId, BlockId)>,
     ended_views: Ended,
@@ -135,7 +135,7 @@ impl KvCache {
             clock: Clock::Since(Instant::now()),
             level,
             threads,
-            moves: Vec::new(),
+            staged: Vec::new(),
             copies: VecDeque::with_capacity(MAX_COPIES),
             ended_views: Ended::default(),
         })
@@ -192,19 +192,8 @@ impl KvCache {
     /// As [`BlockManager::add`].
     pub fn add(&mut self, token_ids: &[u32], options: &AddOptions<'_>) -> Result<SeqId> {
         self.tick();
-        loop {
-            self.moves.clear();
-            let seq = self.manager.add(token_ids, options, &mut self.moves)?;
-            let lost = self.carry_out();
-            if lost.is_empty() {
-                return Ok(seq);
-            }
-            // What was spilled cannot be read back: the prefix is shorter than the index believed.
-            self.manager.free(seq)?;
-            for (group, block) in lost {
-                self.manager.forget_block(group, block);
-            }
-        }
+        let (manager, mut bytes) = self.parts();
+        manager.add(token_ids, options, &mut bytes)
     }
 
     /// Add token ids that have no K and V yet.
@@ -221,10 +210,8 @@ impl KvCache {
     /// As [`BlockManager::plan`]; nothing is changed then.
     pub fn plan(&mut self, items: &[(SeqId, usize)]) -> Result<Batch> {
         self.tick();
-        self.moves.clear();
-        let plan = self.manager.plan(items, &mut self.moves)?;
-        let lost = self.carry_out();
-        debug_assert!(lost.is_empty(), "a plan fetches nothing");
+        let (manager, mut bytes) = self.parts();
+        let plan = manager.plan(items, &mut bytes)?;
         let written = self.places.iter().map(|place| !matches!(place, Place::Paged { .. })).collect();
         Ok(Batch { plan, written })
     }

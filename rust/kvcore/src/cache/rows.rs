@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use super::{Batch, KvCache, Place};
-use crate::attention::{self, Call, Mask, Rows};
+use crate::attention::{self, Bias, Call, Mask, Output, Rows, Scoring};
 use crate::paging::{BlockId, SeqId};
 use crate::simd::Level;
 use crate::storage::{KvStore, Layout};
@@ -11,12 +11,18 @@ use crate::{Error, Result};
 
 /// What a query does with what it sees.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct AttendOptions {
+pub struct AttendOptions<'a> {
     /// Multiplies the scores; `None`: 1 / sqrt(head_dim). A latent layer needs it: the width of its rows says nothing
     /// about that of the heads.
     pub scale: Option<f32>,
     /// Tokens that a query sees, its own among them; `None`: all that the layer keeps.
     pub window: Option<usize>,
+    /// Bends scores to stay within plus and minus this.
+    pub softcap: Option<f32>,
+    /// Is added to the scores.
+    pub bias: Bias<'a>,
+    /// One logit for each query head that takes part in the softmax's sum.
+    pub sinks: Option<&'a [f32]>,
 }
 
 /// Dense K and V, `[tokens, KV heads, width]` each.
@@ -98,11 +104,59 @@ impl KvCache {
         layer: usize,
         batch: &Batch,
         num_q_heads: usize,
-        options: AttendOptions,
+        options: AttendOptions<'_>,
         q: &[f32],
-        out: &mut [f32],
+        output: Output<'_>,
         should_stop: ShouldStop<'_>,
     ) -> Result<()> {
+        self.with_call(layer, batch, num_q_heads, options, q, |call| {
+            attention::attend(self.level, &self.threads, call, output, should_stop)
+        })
+    }
+
+    /// The attention weights of some rows of the batch's sequence `index` (counted from its first planned token) and some
+    /// query heads: `[rows, heads, tokens]`, tokens being those up to the last planned one. `q` as for
+    /// [`Self::attend`].
+    ///
+    /// # Errors
+    /// As [`Self::attend`]; [`Error::InvalidArgument`] for an index, a row or a head that is not there,
+    /// [`Error::OutOfMemory`].
+    #[expect(clippy::too_many_arguments, reason = "as attend, and what to show")]
+    pub fn attention_weights(
+        &self,
+        layer: usize,
+        batch: &Batch,
+        num_q_heads: usize,
+        options: AttendOptions<'_>,
+        q: &[f32],
+        (index, rows, q_heads): (usize, &[usize], &[usize]),
+        should_stop: ShouldStop<'_>,
+    ) -> Result<(usize, Vec<f32>)> {
+        self.with_call(layer, batch, num_q_heads, options, q, |call| {
+            let tokens = call.rows.get(index).map_or(0, Rows::tokens);
+            let len = rows.len().saturating_mul(q_heads.len()).saturating_mul(tokens);
+            let mut out = Vec::new();
+            out.try_reserve_exact(len).map_err(|e| Error::OutOfMemory {
+                bytes: len.saturating_mul(size_of::<f32>()),
+                what: "the weights",
+                reason: e.to_string(),
+            })?;
+            out.resize(len, 0.0);
+            attention::attention_weights(self.level, call, index, rows, q_heads, &mut out, should_stop)?;
+            Ok((tokens, out))
+        })
+    }
+
+    /// Make the call that `attend` and `attention_weights` describe, and use it.
+    fn with_call<T>(
+        &self,
+        layer: usize,
+        batch: &Batch,
+        num_q_heads: usize,
+        options: AttendOptions<'_>,
+        q: &[f32],
+        run: impl FnOnce(&Call<'_>) -> Result<T>,
+    ) -> Result<T> {
         let place = self.place(layer)?;
         self.manager.validate(&batch.plan)?;
         if options.window == Some(0) {
@@ -149,8 +203,9 @@ impl KvCache {
             }
             None => (layout.k_dim as f32).sqrt().recip(),
         };
-        let call = Call { view: store.layer(index), rows: &rows, num_q_heads, scale, q };
-        attention::attend(self.level, &self.threads, &call, out, should_stop)
+        let AttendOptions { softcap, bias, sinks, .. } = options;
+        let scoring = Scoring { scale, softcap, bias, sinks };
+        run(&Call { view: store.layer(index), rows: &rows, num_q_heads, scoring, q })
     }
 
     fn cross_rows<'a>(&self, layer: usize, index: usize, batch: &'a Batch) -> Result<Vec<Rows<'a>>> {

@@ -18,8 +18,6 @@ mod fused;
 mod pack;
 mod product;
 
-use std::borrow::Cow;
-
 use crate::shape::{expect_len, rows_of};
 use crate::simd::{Bf16, F16, F32, Level};
 use crate::threads::{ShouldStop, Threads};
@@ -198,20 +196,14 @@ impl Linear {
         should_stop: ShouldStop<'_>,
     ) -> Result<()> {
         let steps = self.inputs.div_ceil(F::STEP);
-        let stride = product::stride(x.len() / self.inputs, steps);
-        let coefs = if F::STEP == 1 && stride == steps {
-            Cow::Borrowed(bytemuck::cast_slice(x))
-        } else {
-            Cow::Owned(product::coefs::<F>(level, threads, x, self.inputs, stride, should_stop)?)
-        };
         let layer = product::Layer::<F> {
             weights: self.weights.groups(),
             bias: self.bias.as_deref(),
             steps,
-            stride,
+            stride: product::stride(x.len() / self.inputs, steps),
             outputs: self.outputs,
         };
-        layer.forward(level, threads, &coefs, out, add, should_stop)
+        level.dispatch(product::Forward { layer, threads, x, inputs: self.inputs, out, add, should_stop })
     }
 }
 

@@ -106,11 +106,11 @@ struct Groups<'a, F: Stored> {
     packed: &'a mut [[F::Raw; GROUP]],
 }
 
-impl<F: Stored> Work for Groups<'_, F> {
+impl<S: Simd, F: Stored> Work<S> for Groups<'_, F> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let steps = self.inputs.div_ceil(F::STEP);
         let outputs = self.source.len() / self.inputs;
         for (g, group) in self.packed.chunks_exact_mut(steps).enumerate() {

@@ -9,9 +9,11 @@
 //! through weights on huge pages all of the read bandwidth, as two rows or one take no longer than the loads.
 #![forbid(unsafe_code)]
 
+use std::borrow::Cow;
+
 use super::pack::{GROUP, GROUP_OUTPUTS, Stored};
 use crate::Result;
-use crate::simd::{LANES, Level, Simd, Work};
+use crate::simd::{LANES, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
 
 /// Bytes of a slice of a group that all row tiles pass over: it stays in the L2 cache.
@@ -35,11 +37,11 @@ pub(super) struct Layer<'a, F: Stored> {
 
 impl<F: Stored> Layer<'_, F> {
     /// `out = coefs @ W.T + b` or `out +=` it; `coefs`: `[rows, stride]`.
-    pub(super) fn forward(
+    pub(super) fn forward<S: Simd>(
         &self,
-        level: Level,
+        s: S,
         threads: &Threads,
-        coefs: &[F::Coef],
+        coefs: &[F::Coef<S>],
         out: &mut [f32],
         add: bool,
         should_stop: ShouldStop<'_>,
@@ -60,7 +62,7 @@ impl<F: Stored> Layer<'_, F> {
             for range in 0..ranges {
                 let (first, last) = (width * range, (width * (range + 1)).min(groups));
                 let columns = first * GROUP_OUTPUTS..(last * GROUP_OUTPUTS).min(self.outputs);
-                items.push(Task::<F> {
+                items.push(Task::<S, F> {
                     weights: &self.weights[first * self.steps..last * self.steps],
                     bias: self.bias.map(|bias| &bias[columns]),
                     steps: self.steps,
@@ -81,26 +83,54 @@ impl<F: Stored> Layer<'_, F> {
                 rest = behind;
             }
         }
-        threads.for_each(items, should_stop, |task| level.dispatch(task))
+        threads.for_each(items, should_stop, |task| s.run(task))
+    }
+}
+
+/// `out = x @ W.T + b`, or with `add` `out +=` it.
+pub(super) struct Forward<'a, F: Stored> {
+    pub(super) layer: Layer<'a, F>,
+    pub(super) threads: &'a Threads,
+    /// `[rows, inputs]`
+    pub(super) x: &'a [f32],
+    pub(super) inputs: usize,
+    /// `[rows, outputs]`
+    pub(super) out: &'a mut [f32],
+    pub(super) add: bool,
+    pub(super) should_stop: ShouldStop<'a>,
+}
+
+impl<S: Simd, F: Stored> Work<S> for Forward<'_, F> {
+    type Output = Result<()>;
+
+    #[inline(always)]
+    fn run(self, s: S) -> Result<()> {
+        let Self { layer, threads, x, inputs, out, add, should_stop } = self;
+        let coefs = if F::STEP == 1 && layer.stride == inputs {
+            Cow::Borrowed(bytemuck::cast_slice(x))
+        } else {
+            Cow::Owned(coefs::<S, F>(s, threads, x, inputs, layer.stride, should_stop)?)
+        };
+        layer.forward(s, threads, &coefs, out, add, should_stop)
     }
 }
 
 /// Some columns of some rows.
-struct Task<'a, F: Stored> {
+struct Task<'a, S: Simd, F: Stored> {
     weights: &'a [[F::Raw; GROUP]],
     bias: Option<&'a [f32]>,
     steps: usize,
     stride: usize,
-    coefs: &'a [F::Coef],
+    coefs: &'a [F::Coef<S>],
     out: Vec<&'a mut [f32]>,
     add: bool,
 }
 
-impl<F: Stored> Work for Task<'_, F> {
+impl<S: Simd, F: Stored> Work<S> for Task<'_, S, F> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(mut self, s: S) {
+    fn run(mut self, s: S) {
         let rows = self.out.len();
         let tiles = rows.div_ceil(max_rows::<S>());
         let slice = (SLICE / size_of::<[F::Raw; GROUP]>()).min(self.steps);
@@ -125,8 +155,8 @@ const fn max_rows<S: Simd>() -> usize {
 }
 
 /// One register tile: rows from `row` on, 32 outputs, steps from `start` to `end`.
-struct Tile<'t, 'a, F: Stored> {
-    task: &'t mut Task<'a, F>,
+struct Tile<'t, 'a, S: Simd, F: Stored> {
+    task: &'t mut Task<'a, S, F>,
     waiting: &'t mut [[[f32; LANES]; GROUP]],
     group: usize,
     row: usize,
@@ -134,13 +164,13 @@ struct Tile<'t, 'a, F: Stored> {
     end: usize,
 }
 
-impl<F: Stored> Tile<'_, '_, F> {
+impl<S: Simd, F: Stored> Tile<'_, '_, S, F> {
     #[inline(always)]
-    fn run<S: Simd>(self, s: S, rows: usize) {
+    fn run(self, s: S, rows: usize) {
         macro_rules! by_rows {
             ($($m:literal)*) => {
                 match rows {
-                    $($m => s.run(TileOf::<F, $m>(self)),)*
+                    $($m => s.run(TileOf::<S, F, $m>(self)),)*
                     _ => unreachable!("a tile of {rows} rows"),
                 }
             };
@@ -150,17 +180,17 @@ impl<F: Stored> Tile<'_, '_, F> {
 }
 
 /// A tile with its number of rows known when it is compiled: a function of its own, with its sums in registers.
-struct TileOf<'t, 'a, F: Stored, const M: usize>(Tile<'t, 'a, F>);
+struct TileOf<'t, 'a, S: Simd, F: Stored, const M: usize>(Tile<'t, 'a, S, F>);
 
-impl<F: Stored, const M: usize> Work for TileOf<'_, '_, F, M> {
+impl<S: Simd, F: Stored, const M: usize> Work<S> for TileOf<'_, '_, S, F, M> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let Tile { task, waiting, group, row, start, end } = self.0;
         let steps = task.steps;
         let weights = &task.weights[group * steps..][start..end];
-        let coefs: [&[F::Coef]; M] = std::array::from_fn(|m| &task.coefs[(row + m) * task.stride..][start..end]);
+        let coefs: [&[F::Coef<S>]; M] = std::array::from_fn(|m| &task.coefs[(row + m) * task.stride..][start..end]);
 
         let mut sums = [[s.splat(0.0); GROUP]; M];
         if start > 0 {
@@ -188,14 +218,14 @@ fn accumulate<S: Simd, F: Stored, const M: usize>(
     s: S,
     mut sums: [[S::F32; GROUP]; M],
     weights: &[[F::Raw; GROUP]],
-    coefs: [&[F::Coef]; M],
+    coefs: [&[F::Coef<S>]; M],
 ) -> [[S::F32; GROUP]; M] {
     let coefs = coefs.map(|c| &c[..weights.len()]);
     for (i, weights) in weights.iter().enumerate() {
         let loaded: [F::Loaded<S>; GROUP] = std::array::from_fn(|g| F::load(s, &weights[g]));
         for m in 0..M {
             for g in 0..GROUP {
-                sums[m][g] = F::dot(s, sums[m][g], loaded[g], coefs[m][i]);
+                sums[m][g] = F::dot(s, sums[m][g], loaded[g], &coefs[m][i]);
             }
         }
     }
@@ -236,61 +266,43 @@ pub(super) fn stride(rows: usize, steps: usize) -> usize {
 }
 
 /// The factors of `x` (`[rows, inputs]`), rounded as `F` multiplies: `[rows, stride]`, zeros behind a row.
-pub(super) fn coefs<F: Stored>(
-    level: Level,
+pub(super) fn coefs<S: Simd, F: Stored>(
+    s: S,
     threads: &Threads,
     x: &[f32],
     inputs: usize,
     stride: usize,
     should_stop: ShouldStop<'_>,
-) -> Result<Vec<F::Coef>> {
+) -> Result<Vec<F::Coef<S>>> {
     /// Values that are worth handing to another thread.
     const TASK: usize = 1 << 15;
     let rows = x.len() / inputs;
-    let mut coefs = vec![<F::Coef as bytemuck::Zeroable>::zeroed(); rows * stride];
+    let mut coefs = vec![<F::Coef<S> as bytemuck::Zeroable>::zeroed(); rows * stride];
     let tasks = (x.len() / TASK).clamp(1, threads.num_threads());
     let rows = rows.div_ceil(tasks);
     let items: Vec<_> = x
         .chunks(rows * inputs)
         .zip(coefs.chunks_mut(rows * stride))
-        .map(|(x, coefs)| Round::<F> { x, inputs, stride, coefs })
+        .map(|(x, coefs)| Round::<S, F> { x, inputs, stride, coefs })
         .collect();
-    threads.for_each(items, should_stop, |item| level.dispatch(item))?;
+    threads.for_each(items, should_stop, |item| s.run(item))?;
     Ok(coefs)
 }
 
-struct Round<'a, F: Stored> {
+struct Round<'a, S: Simd, F: Stored> {
     x: &'a [f32],
     inputs: usize,
     stride: usize,
-    coefs: &'a mut [F::Coef],
+    coefs: &'a mut [F::Coef<S>],
 }
 
-impl<F: Stored> Work for Round<'_, F> {
+impl<S: Simd, F: Stored> Work<S> for Round<'_, S, F> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let steps = self.inputs.div_ceil(F::STEP);
+    fn run(self, s: S) {
         for (x, coefs) in self.x.chunks_exact(self.inputs).zip(self.coefs.chunks_exact_mut(self.stride)) {
-            if F::STEP == 1 {
-                // Not rounded, only moved apart.
-                bytemuck::cast_slice_mut(&mut coefs[..steps]).copy_from_slice(x);
-                continue;
-            }
-            let coefs: &mut [F::Elem] = bytemuck::cast_slice_mut(&mut coefs[..steps]);
-            let (whole, rest) = x.as_chunks::<LANES>();
-            let (to, to_rest) = coefs.as_chunks_mut::<LANES>();
-            for (x, to) in whole.iter().zip(&mut *to) {
-                F::narrow(s, s.load(x), to);
-            }
-            let mut lanes = [0.0; LANES];
-            lanes[..rest.len()].copy_from_slice(rest);
-            let mut rounded = [<F::Elem as bytemuck::Zeroable>::zeroed(); LANES];
-            F::narrow(s, s.load(&lanes), &mut rounded);
-            let to_rest = if to.len() > whole.len() { &mut to[whole.len()][..] } else { to_rest };
-            let n = to_rest.len();
-            to_rest.copy_from_slice(&rounded[..n]);
+            F::coefs(s, x, coefs);
         }
     }
 }

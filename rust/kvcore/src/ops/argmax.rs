@@ -26,11 +26,11 @@ pub fn argmax(level: Level, row: &[f32]) -> Result<usize> {
 /// The largest value, and whether there is a NaN (the value then means nothing).
 struct Largest<'a>(&'a [f32]);
 
-impl Work for Largest<'_> {
+impl<S: Simd> Work<S> for Largest<'_> {
     type Output = (f32, bool);
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> (f32, bool) {
+    fn run(self, s: S) -> (f32, bool) {
         let (chunks, rest) = self.0.as_chunks::<LANES>();
         let mut max = s.splat(f32::NEG_INFINITY);
         let mut nan = [0u32; LANES];

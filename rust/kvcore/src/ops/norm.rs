@@ -44,11 +44,11 @@ struct Norm<'a> {
     out: &'a mut [f32],
 }
 
-impl Work for Norm<'_> {
+impl<S: Simd> Work<S> for Norm<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let n = self.weight.len();
         let (weight, weight_rest) = self.weight.as_chunks::<LANES>();
         for (x, out) in self.x.chunks_exact(n).zip(self.out.chunks_exact_mut(n)) {

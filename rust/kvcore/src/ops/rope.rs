@@ -92,11 +92,11 @@ struct Split<'a> {
     v: &'a mut [f32],
 }
 
-impl Work for Split<'_> {
+impl<S: Simd> Work<S> for Split<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let RopeShape { num_heads, num_kv_heads, head_dim, cos_width } = self.shape;
         let (q_width, kv_width) = (num_heads * head_dim, num_kv_heads * head_dim);
         let outs = self.q.chunks_exact_mut(q_width).zip(self.k.chunks_exact_mut(kv_width));

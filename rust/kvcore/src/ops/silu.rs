@@ -39,11 +39,11 @@ struct Gated<'a> {
     out: &'a mut [f32],
 }
 
-impl Work for Gated<'_> {
+impl<S: Simd> Work<S> for Gated<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         for (row, out) in self.gate_up.chunks_exact(2 * self.n).zip(self.out.chunks_exact_mut(self.n)) {
             let (gate, up) = row.split_at(self.n);
             let (gate, gate_rest) = gate.as_chunks::<LANES>();

@@ -1,11 +1,10 @@
-//! What those who write a sequence to a file, or fill one from a file, ask for.
+//! What those who write a sequence to a file ask for.
 #![forbid(unsafe_code)]
 
-use super::block::BlockId;
 use super::key::Key;
 use super::manager::BlockManager;
 use super::sequence::SeqId;
-use crate::{Error, Result};
+use crate::Result;
 
 impl BlockManager {
     /// The key of a sequence. Errors: `InvalidHandle`.
@@ -13,23 +12,10 @@ impl BlockManager {
         Ok(self.sequences.get(seq)?.domain.as_key())
     }
 
-    /// Whether what a sequence computes may be found by others. Errors: `InvalidHandle`.
+    /// Whether what a sequence has computed may be found by others: not without `use_prefix`, nor what it began to compute
+    /// before the prefix cache was reset. Errors: `InvalidHandle`.
     pub fn is_shared(&self, seq: SeqId) -> Result<bool> {
-        Ok(self.sequences.get(seq)?.use_prefix)
-    }
-
-    /// Returns the blocks of a window's group before entry `until` of the block table, which hold nothing that a query to
-    /// come will see. Errors: `InvalidHandle`, `InvalidArgument` for a group that keeps all tokens.
-    pub fn return_blocks(&mut self, seq: SeqId, group: usize, until: usize) -> Result<()> {
-        if self.config.groups.get(group).is_none_or(|config| config.window.is_none()) {
-            return Err(Error::InvalidArgument(format!("group {group}: expected one with a window")));
-        }
-        let table = &mut self.sequences.get_mut(seq)?.tables[group];
-        while table.returned < until.min(table.blocks.len()) {
-            let block = std::mem::replace(&mut table.blocks[table.returned], BlockId::NONE);
-            self.blocks.groups[group].pool.release(block)?;
-            table.returned += 1;
-        }
-        Ok(())
+        let sequence = self.sequences.get(seq)?;
+        Ok(sequence.use_prefix && (sequence.computed == 0 || sequence.era == self.era))
     }
 }

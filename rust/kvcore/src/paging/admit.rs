@@ -6,6 +6,7 @@
 //! n    = the most tokens of it for which every group has what a query at n sees: all blocks, or those of its window,
 //!        in a block or in the second tier, with blocks to be had for the latter
 //! take references; the last block, if only its beginning matches, is borrowed; fetch what was spilled
+//! one of these cannot be read: it is forgotten, the references are given back, and all begins anew
 //! ```
 #![forbid(unsafe_code)]
 
@@ -14,11 +15,13 @@ use std::sync::Arc;
 use super::block::BlockId;
 use super::blocks::Blocks;
 use super::config::AddOptions;
+use super::events::Cause;
 use super::group::Group;
 use super::key::{Key, OwnedKey};
 use super::manager::BlockManager;
-use super::moves::Move;
+use super::moves::Carrier;
 use super::prefix::Link;
+use super::retention::ClassId;
 use super::room::{copied, room};
 use super::sequence::{SeqId, Sequence, Table};
 use super::transfer::Place;
@@ -49,37 +52,48 @@ pub(super) struct Trail {
 
 impl BlockManager {
     /// Registers a sequence and takes references to the blocks of its longest cached prefix: at most all tokens but the
-    /// last, and only under an equal key. Without `use_prefix` it neither reads nor publishes. Appends to `moves` what
-    /// brings spilled blocks back; the caller carries these out before anything else.
+    /// last, and only under an equal key. Without `use_prefix` it neither reads nor publishes. What brings spilled blocks
+    /// back goes to `carrier`.
     ///
     /// Errors: `InvalidArgument` without tokens, for a priority above 100, or for too many kinds of retention at once;
     /// `OutOfMemory`.
-    pub fn add(&mut self, token_ids: &[u32], options: &AddOptions<'_>, moves: &mut Vec<Move>) -> Result<SeqId> {
+    pub fn add(&mut self, token_ids: &[u32], options: &AddOptions<'_>, carrier: &mut dyn Carrier) -> Result<SeqId> {
+        let seq = self.begin(token_ids, options, carrier)?;
+        let sequence = self.sequences.get(seq)?;
+        if sequence.use_prefix {
+            self.query_tokens += sequence.tokens.len() as u64;
+            self.hit_tokens += sequence.cached as u64;
+        }
+        Ok(seq)
+    }
+
+    /// `add` but for its counts.
+    pub(super) fn begin(
+        &mut self,
+        token_ids: &[u32],
+        options: &AddOptions<'_>,
+        carrier: &mut dyn Carrier,
+    ) -> Result<SeqId> {
         if token_ids.is_empty() {
             return Err(Error::InvalidArgument("a sequence needs at least one token, got none".into()));
         }
         let tokens = copied(token_ids, "token ids")?;
-        let tables = self.empty_tables(token_ids.len())?;
-        let class = match options.retention {
-            Some(retention) => self.blocks.classes.acquire(retention)?,
-            None => {
-                self.blocks.classes.hold(self.class);
-                self.class
-            }
-        };
+        let mut tables = self.empty_tables(token_ids.len())?;
+        let class = self.class_for(options)?;
         self.blocks.sweep();
         let use_prefix = options.use_prefix && self.config.enable_prefix_caching;
         let domain = self.domain(options.key);
-        let mut found = 0;
-        if use_prefix {
-            found = self.blocks.longest_prefix(&domain, token_ids, self.config.block_size, &mut self.trail);
-            if found < options.min_prefix_tokens.unwrap_or(self.config.min_prefix_tokens) {
-                found = 0;
+        let least = options.min_prefix_tokens.unwrap_or(self.config.min_prefix_tokens);
+        let found = loop {
+            let found = match use_prefix {
+                true => self.blocks.longest_prefix(&domain, token_ids, self.config.block_size, &mut self.trail),
+                false => 0,
+            };
+            let found = if found < least { 0 } else { found };
+            if self.hold(found, &mut tables, carrier)? {
+                break found;
             }
-            self.query_tokens += token_ids.len() as u64;
-            self.hit_tokens += found as u64;
-        }
-        let tables = self.hold(found, tables, moves)?;
+        };
         let mut sequence = Sequence::new(tokens, tables, domain, class);
         (sequence.use_prefix, sequence.was_to_share, sequence.era) = (use_prefix, use_prefix, self.era);
         (sequence.computed, sequence.cached) = (found, found);
@@ -113,14 +127,24 @@ impl BlockManager {
         Found { num_tokens, tables: self.blocks.groups.iter().enumerate().map(table).collect() }
     }
 
+    /// A use of the class that a sequence asks for.
+    pub(super) fn class_for(&mut self, options: &AddOptions<'_>) -> Result<ClassId> {
+        if let Some(retention) = options.retention {
+            return self.blocks.classes.acquire(retention);
+        }
+        self.blocks.classes.hold(self.class);
+        Ok(self.class)
+    }
+
     /// A table of each group, with room for `len` tokens.
     fn empty_tables(&self, len: usize) -> Result<Vec<Table>> {
         let table = |_| Ok(Table { blocks: room(len.div_ceil(self.config.block_size), "block tables")?, returned: 0 });
         (0..self.blocks.groups.len()).map(table).collect()
     }
 
-    /// Empty tables that hold the first `found` tokens of the trail from now on.
-    fn hold(&mut self, found: usize, mut tables: Vec<Table>, moves: &mut Vec<Move>) -> Result<Vec<Table>> {
+    /// Lets empty tables hold the first `found` tokens of the trail. False, and nothing held, if something spilled cannot
+    /// be read: it is forgotten.
+    fn hold(&mut self, found: usize, tables: &mut [Table], carrier: &mut dyn Carrier) -> Result<bool> {
         let Self { blocks, trail, config, .. } = self;
         let (block_size, count) = (config.block_size, found.div_ceil(config.block_size));
         let borrowed = !found.is_multiple_of(block_size);
@@ -145,18 +169,13 @@ impl BlockManager {
                 table.blocks.push(block);
             }
         }
-        if spilled {
-            for (position, &node) in trail.path[..count].iter().enumerate() {
-                for (number, table) in tables.iter_mut().enumerate() {
-                    if let Place::Slot(slot) = blocks.index.place(node, number)
-                        && position >= table.returned
-                    {
-                        table.blocks[position] = blocks.fetch(number, node, slot, moves)?;
-                    }
-                }
-            }
+        if spilled && let Some((node, number)) = blocks.fetch_path(&trail.path[..count], tables, carrier)? {
+            blocks.let_go(&trail.path, tables)?;
+            blocks.drop_place(node, number, Cause::Failed);
+            tables.iter_mut().for_each(|table| table.blocks.clear());
+            return Ok(false);
         }
-        for (number, (group, table)) in blocks.groups.iter_mut().zip(&mut tables).enumerate() {
+        for (number, (group, table)) in blocks.groups.iter_mut().zip(tables.iter_mut()).enumerate() {
             // What a rollback could need is welcome if it is there.
             let least = group.first_seen(found.saturating_sub(config.max_rollback)) / block_size;
             while table.returned > least
@@ -168,11 +187,11 @@ impl BlockManager {
             }
         }
         if borrowed {
-            for (group, table) in blocks.groups.iter_mut().zip(&tables) {
+            for (group, table) in blocks.groups.iter_mut().zip(tables.iter()) {
                 group.pool.lend(table.blocks[count - 1]);
             }
         }
-        Ok(tables)
+        Ok(true)
     }
 
     pub(super) fn domain(&self, key: Key<'_>) -> Arc<OwnedKey> {
@@ -181,8 +200,49 @@ impl BlockManager {
 }
 
 impl Blocks {
+    /// Brings back what the tables hold in slots; the node and group of the first that cannot be read.
+    fn fetch_path(
+        &mut self,
+        path: &[u32],
+        tables: &mut [Table],
+        carrier: &mut dyn Carrier,
+    ) -> Result<Option<(u32, usize)>> {
+        for (position, &node) in path.iter().enumerate() {
+            for (number, table) in tables.iter_mut().enumerate() {
+                if let Place::Slot(slot) = self.index.place(node, number)
+                    && position >= table.returned
+                {
+                    match self.fetch(number, node, slot, carrier)? {
+                        Some(block) => table.blocks[position] = block,
+                        None => return Ok(Some((node, number))),
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Gives back what the tables hold of the path, blocks and slots.
+    fn let_go(&mut self, path: &[u32], tables: &[Table]) -> Result<()> {
+        for (number, table) in tables.iter().enumerate() {
+            for (position, &block) in table.blocks.iter().enumerate().skip(table.returned).rev() {
+                match self.index.place(path[position], number) {
+                    Place::Slot(slot) if block.is_none() => self.unhold_slot(number, slot)?,
+                    _ => self.groups[number].pool.release(block)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// How many tokens of a prompt can be reused; their nodes are the beginning of the trail's path.
-    fn longest_prefix(&self, domain: &OwnedKey, token_ids: &[u32], block_size: usize, trail: &mut Trail) -> usize {
+    pub(super) fn longest_prefix(
+        &self,
+        domain: &OwnedKey,
+        token_ids: &[u32],
+        block_size: usize,
+        trail: &mut Trail,
+    ) -> usize {
         trail.path.clear();
         let (Some(root), Some((_, before_last))) = (self.index.root(domain), token_ids.split_last()) else { return 0 };
         let mut at: Link = root;

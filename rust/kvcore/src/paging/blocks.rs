@@ -3,7 +3,7 @@
 //! ```text
 //! take:   a vacant block; none: the victim of its pool is evicted and becomes vacant
 //! evict:  with a second tier: the node keeps a slot in place of the block (see spill.rs)
-//!         otherwise its place is dropped
+//!         otherwise, or if the slot cannot be written, its place is dropped
 //! drop:   group that keeps all tokens: the node goes, and all below it;  window: the node loses this block only
 //! raise:  a longer or more important retention goes up the path, so that parents outlive their children
 //! ```
@@ -12,9 +12,10 @@
 use super::block::BlockId;
 use super::events::{Cause, Event, EventLog};
 use super::group::Group;
-use super::moves::Move;
+use super::moves::Carrier;
 use super::prefix::{Gone, Link, PrefixIndex};
 use super::retention::{ClassId, Classes};
+use super::spill::Spilled;
 use super::transfer::Place;
 use crate::{Error, Result};
 
@@ -28,21 +29,25 @@ pub(super) struct Blocks {
 
 impl Blocks {
     /// A block with one reference and no content.
-    pub fn take(&mut self, group: usize, moves: &mut Vec<Move>) -> Result<BlockId> {
+    pub fn take(&mut self, group: usize, carrier: &mut dyn Carrier) -> Result<BlockId> {
         if let Some(victim) = self.groups[group].pool.next_victim(&self.classes) {
-            self.evict(group, victim, moves);
+            self.evict(group, victim, carrier)?;
         }
         let block = self.groups[group].pool.allocate();
         block.ok_or_else(|| Error::InvalidState("more blocks were granted than are free".into()))
     }
 
     /// Makes an evictable block vacant.
-    fn evict(&mut self, group: usize, victim: BlockId, moves: &mut Vec<Move>) {
-        if let Some(slot) = self.spill(group, victim) {
-            moves.push(Move::Spill { group, block: victim, slot });
-        } else if let Some(node) = self.groups[group].pool.node(victim) {
-            self.drop_place(node, group, Cause::Lru);
+    fn evict(&mut self, group: usize, victim: BlockId, carrier: &mut dyn Carrier) -> Result<()> {
+        let cause = match self.spill(group, victim, carrier)? {
+            Spilled::Written => return Ok(()),
+            Spilled::NoSlot => Cause::Lru,
+            Spilled::Failed => Cause::Failed,
+        };
+        if let Some(node) = self.groups[group].pool.node(victim) {
+            self.drop_place(node, group, cause);
         }
+        Ok(())
     }
 
     /// Makes what a node has in one group unfindable.
@@ -221,10 +226,11 @@ fn vacate(group: &mut Group, events: &mut EventLog, number: usize, place: Place,
         }
     };
     match cause {
-        Cause::Lru => group.evicted_lru += 1,
+        // What the second tier has lost had to go there because its space was needed.
+        Cause::Lru | Cause::Failed => group.evicted_lru += 1,
         Cause::Expired => group.evicted_expired += 1,
         Cause::Reset => group.evicted_reset += 1,
-        Cause::Replaced | Cause::Spilled | Cause::Failed => {}
+        Cause::Replaced | Cause::Spilled => {}
     }
     events.push(Event::Removed { block, group: number, hash, cause });
 }

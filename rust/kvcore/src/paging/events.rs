@@ -22,7 +22,7 @@ pub enum Cause {
     Replaced,
     /// It went to the second tier; a prompt that begins with it brings it back.
     Spilled,
-    /// The caller could not read or write it.
+    /// Whoever has the bytes could not write it to the second tier, or read it from there or from a file.
     Failed,
 }
 

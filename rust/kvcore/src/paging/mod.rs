@@ -4,7 +4,7 @@
 //! stays), [`pool`] (reference counts), `group` (a pool with its window and second tier), `prefix` and `siblings` (which
 //! block holds which tokens), `blocks`, `publish` and `spill` (pools and index, changed together), `sequence` and
 //! `batch` (what callers hold), and [`manager`], the only one that callers need; its calls are in `admit`, `plan`,
-//! `beams`, `pins`, `holds`, `transfer` and `stats`.
+//! `beams`, `pins`, `holds`, `transfer`, `restore` and `stats`.
 #![forbid(unsafe_code)]
 
 mod access;
@@ -28,6 +28,7 @@ mod plan;
 pub mod pool;
 mod prefix;
 mod publish;
+mod restore;
 mod retention;
 mod room;
 mod sequence;
@@ -45,9 +46,10 @@ pub use hash::{HashFn, hash_block};
 pub use holds::{Held, HoldId};
 pub use key::{Key, OwnedKey};
 pub use manager::BlockManager;
-pub use moves::Move;
+pub use moves::{Carrier, Move};
 pub use pins::PinId;
 pub use pool::BlockPool;
+pub use restore::{Restored, Saved};
 pub use retention::Retention;
 pub use sequence::SeqId;
 pub use stats::{BlockInfo, Occupancy, PagingStats};

@@ -19,7 +19,7 @@ use super::blocks::Blocks;
 use super::events::{Cause, Event};
 use super::group::{Group, release};
 use super::manager::BlockManager;
-use super::moves::Move;
+use super::moves::{Carrier, Move};
 use super::sequence::{SeqId, Sequence};
 use crate::{Error, Result};
 
@@ -35,13 +35,13 @@ pub(super) struct Notes {
 }
 
 impl BlockManager {
-    /// Gets slots for the next `n` tokens of each sequence that have no K and V yet, all or nothing. Appends to `moves`
-    /// what has to be done with bytes; the caller carries these out before it writes anything. Earlier batches of these
+    /// Gets slots for the next `n` tokens of each sequence that have no K and V yet, all or nothing. What has to be done
+    /// with bytes goes to `carrier`; it is carried out before the caller writes anything. Earlier batches of these
     /// sequences become stale, and what they planned but did not commit is forgotten.
     ///
     /// Errors, with nothing changed: `InvalidArgument` without items, for `n` of 0 or more than the tokens known, or a
     /// sequence named twice; `InvalidHandle`; `OutOfBlocks` with the numbers of the group that lacks blocks.
-    pub fn plan(&mut self, items: &[(SeqId, usize)], moves: &mut Vec<Move>) -> Result<Batch> {
+    pub fn plan(&mut self, items: &[(SeqId, usize)], carrier: &mut dyn Carrier) -> Result<Batch> {
         self.plans += 1;
         self.blocks.sweep();
         self.count(items)?;
@@ -73,10 +73,10 @@ impl BlockManager {
             for (group, table) in sequence.tables.iter_mut().enumerate() {
                 if filled != 0 {
                     let last = &mut table.blocks[start / block_size];
-                    blocks.make_writable(group, last, filled, borrowed, moves)?;
+                    blocks.make_writable(group, last, filled, borrowed, carrier)?;
                 }
                 while table.blocks.len() < (start + n).div_ceil(block_size) {
-                    table.blocks.push(blocks.take(group, moves)?);
+                    table.blocks.push(blocks.take(group, carrier)?);
                 }
             }
             if start == 0 {
@@ -154,7 +154,7 @@ impl BlockManager {
 }
 
 /// Blocks before this one are not seen any more by a query at `start`, nor after a permitted rollback from there.
-fn first_kept(group: &Group, start: usize, max_rollback: usize, block_size: usize) -> usize {
+pub(super) fn first_kept(group: &Group, start: usize, max_rollback: usize, block_size: usize) -> usize {
     group.first_seen(start.saturating_sub(max_rollback)) / block_size
 }
 
@@ -252,14 +252,14 @@ impl Blocks {
         block: &mut BlockId,
         slot: usize,
         borrowed: bool,
-        moves: &mut Vec<Move>,
+        carrier: &mut dyn Carrier,
     ) -> Result<()> {
         let free = self.groups[group].pool.num_free() > 0;
         match self.sharing(group, *block).way(slot, borrowed, free) {
             Way::Copy => {
-                let dst = self.take(group, moves)?;
+                let dst = self.take(group, carrier)?;
                 let src = std::mem::replace(block, dst);
-                moves.push(Move::Copy { group, src, dst });
+                carrier.carry_out(Move::Copy { group, src, dst });
                 // Whoever takes the source next does so in a later move.
                 release(&mut self.groups[group].pool, src, borrowed)?;
                 self.groups[group].copies += 1;

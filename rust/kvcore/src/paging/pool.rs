@@ -99,6 +99,14 @@ impl BlockPool {
         Ok(())
     }
 
+    /// Gives back a block that was allocated and turned out useless: it is the last to be allocated again.
+    pub(super) fn put_back(&mut self, block: BlockId) {
+        let state = &mut self.states[block.index()];
+        debug_assert!(state.refs == 1 && state.node == NIL && state.filled == 0);
+        state.refs = 0;
+        self.vacant.push_back(&mut self.states, block.raw());
+    }
+
     /// Drops a reference. Errors: `InvalidState` for a block that nobody holds (released twice), `InvalidArgument` for
     /// an id outside the pool; the counts stay as they were.
     pub fn release(&mut self, block: BlockId) -> Result<()> {

@@ -34,7 +34,8 @@ pub struct PagingStats {
     pub query_tokens: u64,
     /// Blocks that stopped being findable because of space or time: the sum of the next two.
     pub evictions: u64,
-    /// Blocks whose space, or that of a block before them, was needed.
+    /// Blocks whose space, or that of a block before them, was needed; those that the second tier could not write or
+    /// give back are among them.
     pub evicted_lru: u64,
     /// Blocks whose time, or that of a block before them, was over.
     pub evicted_expired: u64,
@@ -42,9 +43,9 @@ pub struct PagingStats {
     pub evicted_reset: u64,
     /// Blocks copied before a write.
     pub copies: u64,
-    /// Blocks that went to the second tier.
+    /// Blocks that went to the second tier: that were written there.
     pub spills: u64,
-    /// Blocks that came back from it.
+    /// Blocks that came back from it: that were read and unaltered.
     pub fetches: u64,
 }
 

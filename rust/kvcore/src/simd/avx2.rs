@@ -69,18 +69,24 @@ impl Simd for Avx2 {
     const ACCUMULATORS: usize = 4;
     type F32 = Lanes;
     type Pair = (Lanes, Lanes);
+    type Factor = [f32; 2];
 
     #[inline]
-    fn run<W: Work>(self, work: W) -> W::Output {
+    fn run<W: Work<Self>>(self, work: W) -> W::Output {
         #[inline(never)]
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn enabled<W: Work>(s: Avx2, work: W) -> W::Output {
+        fn enabled<W: Work<Avx2>>(s: Avx2, work: W) -> W::Output {
             work.run(s)
         }
         // SAFETY: `self` proves the features.
         unsafe { enabled(self, work) }
     }
 
+    #[inline(always)]
+    fn prefetch<T>(self, at: *const T) {
+        // SAFETY: every x86-64 CPU has the instruction; it never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes {
         // SAFETY: `self` proves the feature.
@@ -252,9 +258,11 @@ impl Simd for Avx2 {
         (self.splat(0.0), x.1)
     }
     #[inline(always)]
-    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
-        let first = self.splat(f32::from_bits(q << 16));
-        let second = self.splat(f32::from_bits(q & 0xffff_0000));
-        self.mul_add(x.1, second, self.mul_add(x.0, first, acc))
+    fn store_factors(self, x: Lanes, out: &mut [[f32; 2]; LANES / 2]) {
+        self.store(x, bytemuck::cast_mut(out));
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
+        self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
     }
 }

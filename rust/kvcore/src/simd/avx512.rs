@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::vector::{LANES, Simd, Work};
+use crate::formats::fp8;
 
 /// Proof that the CPU has AVX-512 F, BW, DQ and VL, and FMA.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +25,11 @@ impl Avx512 {
 /// The operations on 16 f32 lanes in one register, for both AVX-512 levels.
 macro_rules! f32_in_one_register {
     () => {
+        #[inline(always)]
+        fn prefetch<T>(self, at: *const T) {
+            // SAFETY: every x86-64 CPU has the instruction; it never faults, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        }
         #[inline(always)]
         fn splat(self, x: f32) -> __m512 {
             // SAFETY: `self` proves the feature.
@@ -150,23 +156,49 @@ pub(super) unsafe fn widen_int8(pairs: &[i8; 2 * LANES]) -> (__m512, __m512) {
     }
 }
 
-/// e4m3 codes, one in each 32-bit lane, as f32.
+/// 16 pairs of bf16 as f32.
 ///
 /// # Safety
 /// The CPU must have AVX-512 F.
 #[inline(always)]
-unsafe fn widen_e4m3(codes: __m512i) -> __m512 {
+unsafe fn widen_pairs(pairs: __m512i) -> (__m512, __m512) {
     // SAFETY: the caller's promise.
     unsafe {
-        let magnitude = _mm512_and_si512(codes, _mm512_set1_epi32(0x7f));
-        let normal = _mm512_add_epi32(_mm512_slli_epi32::<20>(magnitude), _mm512_set1_epi32(120 << 23));
-        let tiny = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(1.0 / 512.0)));
-        let is_tiny = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8));
-        let is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
-        let value = _mm512_mask_blend_epi32(is_tiny, normal, tiny);
-        let value = _mm512_mask_blend_epi32(is_nan, value, _mm512_set1_epi32(0x7fc0_0000));
-        let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(codes, _mm512_set1_epi32(0x80)));
-        _mm512_castsi512_ps(_mm512_or_si512(value, sign))
+        let second = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+        (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(second))
+    }
+}
+
+/// bf16 bits of the magnitudes that are not `8 <= magnitude < 0x7f`, by their lowest five bits: the subnormals, and NaN.
+static E4M3_SPECIAL: [u16; 32] = {
+    let mut table = [0; 32];
+    let mut code = 0;
+    while code < 8 {
+        table[code] = fp8::e4m3_to_bf16_bits(code as u8);
+        code += 1;
+    }
+    table[0x7f & 31] = fp8::e4m3_to_bf16_bits(0x7f);
+    table
+};
+
+/// 32 e4m3 codes as bf16: exponent and mantissa are moved to their place, and what that gets wrong is looked up.
+///
+/// # Safety
+/// The CPU must have AVX-512 F and BW.
+#[inline(always)]
+unsafe fn e4m3_to_bf16(codes: &[u8; 2 * LANES]) -> __m512i {
+    // SAFETY: the caller's promise; 32 bytes are readable behind `codes` and 64 behind the table.
+    unsafe {
+        let codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(codes.as_ptr().cast()));
+        let magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+        // The bias is 7 here and 127 there.
+        let value = _mm512_add_epi16(_mm512_slli_epi16::<4>(magnitude), _mm512_set1_epi16(120 << 7));
+        let from_8 = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(8));
+        let special = _mm512_cmpgt_epu16_mask(from_8, _mm512_set1_epi16(0x7e - 8));
+        let table = _mm512_loadu_si512(E4M3_SPECIAL.as_ptr().cast());
+        let value = _mm512_mask_permutexvar_epi16(value, special, magnitude, table);
+        // value | (codes & sign)
+        _mm512_ternarylogic_epi32::<0xf8>(value, codes, _mm512_set1_epi16(i16::MIN))
     }
 }
 
@@ -175,12 +207,13 @@ impl Simd for Avx512 {
     const ACCUMULATORS: usize = 16;
     type F32 = __m512;
     type Pair = (__m512, __m512);
+    type Factor = [f32; 2];
 
     #[inline]
-    fn run<W: Work>(self, work: W) -> W::Output {
+    fn run<W: Work<Self>>(self, work: W) -> W::Output {
         #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-        fn enabled<W: Work>(s: Avx512, work: W) -> W::Output {
+        fn enabled<W: Work<Avx512>>(s: Avx512, work: W) -> W::Output {
             work.run(s)
         }
         // SAFETY: `self` proves the features.
@@ -192,19 +225,12 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn pair_bf16(self, x: &[u16; 2 * LANES]) -> Self::Pair {
         // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
-        unsafe {
-            let pairs = _mm512_loadu_si512(x.as_ptr().cast());
-            let second = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(second))
-        }
+        unsafe { widen_pairs(_mm512_loadu_si512(x.as_ptr().cast())) }
     }
     #[inline(always)]
     fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair {
         // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
-        unsafe {
-            let pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
-            (widen_e4m3(pairs), widen_e4m3(_mm512_srli_epi32::<8>(pairs)))
-        }
+        unsafe { widen_pairs(e4m3_to_bf16(x)) }
     }
     #[inline(always)]
     fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> Self::Pair {
@@ -230,9 +256,11 @@ impl Simd for Avx512 {
         (self.splat(0.0), x.1)
     }
     #[inline(always)]
-    fn dot_pair(self, acc: __m512, x: Self::Pair, q: u32) -> __m512 {
-        let first = self.splat(f32::from_bits(q << 16));
-        let second = self.splat(f32::from_bits(q & 0xffff_0000));
-        self.mul_add(x.1, second, self.mul_add(x.0, first, acc))
+    fn store_factors(self, x: __m512, out: &mut [[f32; 2]; LANES / 2]) {
+        self.store(x, bytemuck::cast_mut(out));
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: __m512, x: Self::Pair, q: &[f32; 2]) -> __m512 {
+        self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
     }
 }

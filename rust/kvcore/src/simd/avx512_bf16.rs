@@ -16,6 +16,16 @@ impl Avx512Bf16 {
         let has = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi");
         Avx512::new().filter(|_| has).map(|_| Self(()))
     }
+
+    /// Whether this CPU does as many bf16 dot products a second as f32 ones or fewer, as Intel's do up to Granite Rapids
+    /// (one in two cycles, beside two f32 ones in each): then it gains by widening, which [`Avx512`] does. AMD's do one of
+    /// each in a cycle, and a dot product counts twice. Told by the vendor, never by a clock: a level's bits are its own.
+    pub fn is_slow(self) -> bool {
+        // SAFETY: a CPU with AVX-512 has the instruction.
+        #[allow(unused_unsafe, reason = "safe from Rust 1.93 on")]
+        let vendor = unsafe { __cpuid(0) };
+        [vendor.ebx, vendor.edx, vendor.ecx] == [*b"Genu", *b"ineI", *b"ntel"].map(u32::from_le_bytes)
+    }
 }
 
 /// bf16 bits of the 128 non-negative codes of an 8-bit float: their low and high bytes.
@@ -78,12 +88,13 @@ impl Simd for Avx512Bf16 {
     const ACCUMULATORS: usize = 16;
     type F32 = __m512;
     type Pair = __m512i;
+    type Factor = u32;
 
     #[inline]
-    fn run<W: Work>(self, work: W) -> W::Output {
+    fn run<W: Work<Self>>(self, work: W) -> W::Output {
         #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma")]
-        fn enabled<W: Work>(s: Avx512Bf16, work: W) -> W::Output {
+        fn enabled<W: Work<Avx512Bf16>>(s: Avx512Bf16, work: W) -> W::Output {
             work.run(s)
         }
         // SAFETY: `self` proves the features.
@@ -127,11 +138,15 @@ impl Simd for Avx512Bf16 {
         unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000_u32 as i32)) }
     }
     #[inline(always)]
-    fn dot_pair(self, acc: __m512, x: __m512i, q: u32) -> __m512 {
+    fn store_factors(self, x: __m512, out: &mut [u32; LANES / 2]) {
+        self.store_bf16(x, bytemuck::cast_mut(out));
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: __m512, x: __m512i, q: &u32) -> __m512 {
         // SAFETY: `self` proves the feature; both types are 512 plain bits.
         unsafe {
             let x: __m512bh = std::mem::transmute(x);
-            let q: __m512bh = std::mem::transmute(_mm512_set1_epi32(q as i32));
+            let q: __m512bh = std::mem::transmute(_mm512_set1_epi32(*q as i32));
             _mm512_dpbf16_ps(acc, x, q)
         }
     }

@@ -10,8 +10,8 @@ use super::vector::{LANES, Simd};
 pub trait Format: Copy + Send + Sync + 'static {
     /// The bytes of one step: 16 lanes x `STEP` values.
     type Raw: bytemuck::Pod;
-    /// The broadcast factor of one step: `STEP` values.
-    type Coef: bytemuck::Pod + Send + Sync;
+    /// The broadcast factor of one step: `STEP` values, as a level multiplies them.
+    type Coef<S: Simd>: bytemuck::Pod + Send + Sync;
     /// A loaded step.
     type Loaded<S: Simd>: Copy;
     /// Values of the summed dimension in one step.
@@ -24,13 +24,32 @@ pub trait Format: Copy + Send + Sync + 'static {
     /// A loaded step with all but the last value of each lane set to zero.
     fn last<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// `acc + x * coef`.
-    fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: Self::Coef) -> S::F32;
-    /// The factor for `STEP` f32 values, rounded as the format multiplies.
-    fn coef(values: &[f32]) -> Self::Coef;
+    fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: &Self::Coef<S>) -> S::F32;
     /// 16 factors rounded as the format multiplies, kept as f32.
     fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32;
+    /// 16 factors between 0 and 1, rounded to as many bits as [`Self::round_coefs`] leaves, to the nearest; in a few
+    /// operations, where that takes many.
+    fn round_weights<S: Simd>(s: S, x: S::F32) -> S::F32;
     /// Store 16 factors that [`Self::round_coefs`] has rounded as 16 / `STEP` coefficients.
-    fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef]);
+    fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef<S>]);
+
+    /// Round and store any number of factors; an odd one is paired with zero.
+    #[inline(always)]
+    fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]) {
+        let per_load = LANES / Self::STEP;
+        let (whole, rest) = x.as_chunks::<LANES>();
+        for (x, out) in whole.iter().zip(out.chunks_exact_mut(per_load)) {
+            Self::store_coefs(s, Self::round_coefs(s, s.load(x)), out);
+        }
+        if !rest.is_empty() {
+            let mut lanes = [0.0; LANES];
+            lanes[..rest.len()].copy_from_slice(rest);
+            let mut last = [bytemuck::Zeroable::zeroed(); LANES];
+            Self::store_coefs(s, Self::round_coefs(s, s.load(&lanes)), &mut last[..per_load]);
+            let n = rest.len().div_ceil(Self::STEP);
+            out[whole.len() * per_load..][..n].copy_from_slice(&last[..n]);
+        }
+    }
 }
 
 /// 32-bit floats; full f32 arithmetic.
@@ -57,7 +76,7 @@ macro_rules! single {
     ($name:ident, $elem:ty, $load:ident) => {
         impl Format for $name {
             type Raw = [$elem; LANES];
-            type Coef = f32;
+            type Coef<S: Simd> = f32;
             type Loaded<S: Simd> = S::F32;
             const STEP: usize = 1;
 
@@ -74,15 +93,15 @@ macro_rules! single {
                 x
             }
             #[inline(always)]
-            fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: f32) -> S::F32 {
-                s.mul_add(x, s.splat(coef), acc)
-            }
-            #[inline(always)]
-            fn coef(values: &[f32]) -> f32 {
-                values[0]
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: &f32) -> S::F32 {
+                s.mul_add(x, s.splat(*coef), acc)
             }
             #[inline(always)]
             fn round_coefs<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
+            #[inline(always)]
+            fn round_weights<S: Simd>(_: S, x: S::F32) -> S::F32 {
                 x
             }
             #[inline(always)]
@@ -99,7 +118,7 @@ macro_rules! paired {
     ($name:ident, $elem:ty, $load:ident) => {
         impl Format for $name {
             type Raw = [$elem; 2 * LANES];
-            type Coef = u32;
+            type Coef<S: Simd> = S::Factor;
             type Loaded<S: Simd> = S::Pair;
             const STEP: usize = 2;
 
@@ -116,23 +135,22 @@ macro_rules! paired {
                 s.pair_second(x)
             }
             #[inline(always)]
-            fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: u32) -> S::F32 {
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: &S::Factor) -> S::F32 {
                 s.dot_pair(acc, x, coef)
-            }
-            #[inline(always)]
-            fn coef(values: &[f32]) -> u32 {
-                let half = |i: usize| u32::from(half::bf16::from_f32(values.get(i).copied().unwrap_or(0.0)).to_bits());
-                half(0) | (half(1) << 16)
             }
             #[inline(always)]
             fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32 {
                 s.round_bf16(x)
             }
             #[inline(always)]
-            fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [u32]) {
-                // Little-endian: the first of two u16 is the low half, where the first of a pair belongs.
-                let halves: &mut [u16] = bytemuck::cast_slice_mut(out);
-                s.store_bf16(x, halves.first_chunk_mut().expect("16 halves"));
+            fn round_weights<S: Simd>(s: S, x: S::F32) -> S::F32 {
+                // Veltkamp's split: the upper 8 bits of 24. Ties go either way.
+                let c = s.mul(x, s.splat(65537.0));
+                s.sub(c, s.sub(c, x))
+            }
+            #[inline(always)]
+            fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) {
+                s.store_factors(x, out.first_chunk_mut().expect("8 factors"));
             }
         }
     };

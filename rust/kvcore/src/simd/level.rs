@@ -28,26 +28,28 @@ enum Kind {
     Neon(Neon),
 }
 
-/// Names that [`Level::select`] takes, on any machine: those of all levels, and `avx512` for the best form of AVX-512
-/// that the CPU has, with bf16 instructions (`avx512bf16`) or without (`avx512f`).
+/// Names that [`Level::select`] takes, on any machine: those of all levels, and `avx512` for the faster form of
+/// AVX-512 on this CPU, with bf16 instructions (`avx512bf16`) or without (`avx512f`).
 const NAMES: [&str; 7] = ["auto", "scalar", "avx2", "avx512", "avx512f", "avx512bf16", "neon"];
 
 impl Level {
-    /// All levels of this CPU, the portable one first and the best last.
+    /// All levels of this CPU, the portable one first and the fastest last.
     pub fn available() -> Vec<Level> {
         let mut levels = vec![Kind::Scalar(Scalar)];
         #[cfg(target_arch = "x86_64")]
         {
             levels.extend(Avx2::new().map(Kind::Avx2));
-            levels.extend(Avx512::new().map(Kind::Avx512));
-            levels.extend(Avx512Bf16::new().map(Kind::Avx512Bf16));
+            let (f32, bf16) = (Avx512::new().map(Kind::Avx512), Avx512Bf16::new());
+            let slow = bf16.is_some_and(Avx512Bf16::is_slow);
+            let bf16 = bf16.map(Kind::Avx512Bf16);
+            levels.extend(if slow { [bf16, f32] } else { [f32, bf16] }.into_iter().flatten());
         }
         #[cfg(target_arch = "aarch64")]
         levels.extend(Neon::new().map(Kind::Neon));
         levels.into_iter().map(Level).collect()
     }
 
-    /// The best level of this CPU.
+    /// The fastest level of this CPU.
     pub fn best() -> Level {
         *Self::available().last().expect("the portable level is always there")
     }
@@ -88,9 +90,9 @@ impl Level {
     /// `scalar`, `avx2`, `avx512f`, `avx512bf16` or `neon`.
     pub fn name(&self) -> &'static str {
         struct Name;
-        impl Work for Name {
+        impl<S: Simd> Work<S> for Name {
             type Output = &'static str;
-            fn run<S: Simd>(self, _: S) -> &'static str {
+            fn run(self, _: S) -> &'static str {
                 S::NAME
             }
         }
@@ -99,7 +101,7 @@ impl Level {
 
     /// Run `work` on this level.
     #[inline]
-    pub fn dispatch<W: Work>(&self, work: W) -> W::Output {
+    pub fn dispatch<O, W: AnyLevel<O>>(&self, work: W) -> O {
         match self.0 {
             Kind::Scalar(s) => s.run(work),
             #[cfg(target_arch = "x86_64")]
@@ -113,3 +115,25 @@ impl Level {
         }
     }
 }
+
+/// Work on every level that the architecture may have: what is generic over `S: Simd` is that.
+pub trait AnyLevel<O>: Work<Scalar, Output = O> + OwnLevels<O> {}
+impl<O, W: Work<Scalar, Output = O> + OwnLevels<O>> AnyLevel<O> for W {}
+
+/// The levels of this architecture alone.
+#[cfg(target_arch = "x86_64")]
+pub trait OwnLevels<O>: Work<Avx2, Output = O> + Work<Avx512, Output = O> + Work<Avx512Bf16, Output = O> {}
+#[cfg(target_arch = "x86_64")]
+impl<O, W> OwnLevels<O> for W where W: Work<Avx2, Output = O> + Work<Avx512, Output = O> + Work<Avx512Bf16, Output = O> {}
+
+/// The levels of this architecture alone.
+#[cfg(target_arch = "aarch64")]
+pub trait OwnLevels<O>: Work<Neon, Output = O> {}
+#[cfg(target_arch = "aarch64")]
+impl<O, W: Work<Neon, Output = O>> OwnLevels<O> for W {}
+
+/// The levels of this architecture alone: none but the portable one.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub trait OwnLevels<O> {}
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+impl<O, W> OwnLevels<O> for W {}

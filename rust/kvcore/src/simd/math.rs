@@ -28,3 +28,23 @@ pub fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
     let bounded = s.sub(s.splat(0.0), s.max(s.splat(-128.0), s.sub(s.splat(0.0), t)));
     s.div(x, s.add(s.splat(1.0), exp2(s, bounded)))
 }
+
+/// The hyperbolic tangent; relative error below 4e-7, NaN stays NaN.
+///
+/// `tanh(x) = t / (t + 2)` with `t = e^2x - 1`, computed as `2^n (2^r - 1) + (2^n - 1)`, so that nothing cancels near 0.
+#[inline(always)]
+pub fn tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    // Beyond 10 it is 1 in f32. Both bounds keep a NaN, which `max` passes on from its second operand.
+    let x = s.max(s.splat(-10.0), x);
+    let x = s.sub(s.splat(0.0), s.max(s.splat(-10.0), s.sub(s.splat(0.0), x)));
+    let x = s.mul(x, s.splat(2.0 * std::f32::consts::LOG2_E));
+    let n = s.round(x);
+    let r = s.sub(x, n);
+    let mut p = s.splat(1.525_273_4e-5);
+    for c in [1.540_353e-4, 1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, 6.931_472e-1] {
+        p = s.mul_add(p, r, s.splat(c));
+    }
+    let power = s.pow2(n);
+    let t = s.mul_add(s.mul(p, r), power, s.sub(power, s.splat(1.0)));
+    s.div(t, s.add(t, s.splat(2.0)))
+}

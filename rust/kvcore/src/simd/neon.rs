@@ -103,18 +103,26 @@ impl Simd for Neon {
     const ACCUMULATORS: usize = 4;
     type F32 = Lanes;
     type Pair = (Lanes, Lanes);
+    type Factor = [f32; 2];
 
     #[inline]
-    fn run<W: Work>(self, work: W) -> W::Output {
+    fn run<W: Work<Self>>(self, work: W) -> W::Output {
         #[inline(never)]
         #[target_feature(enable = "neon")]
-        fn enabled<W: Work>(s: Neon, work: W) -> W::Output {
+        fn enabled<W: Work<Neon>>(s: Neon, work: W) -> W::Output {
             work.run(s)
         }
         // SAFETY: `self` proves the feature.
         unsafe { enabled(self, work) }
     }
 
+    #[inline(always)]
+    fn prefetch<T>(self, at: *const T) {
+        // SAFETY: a hint that never faults and writes neither memory nor registers.
+        unsafe {
+            std::arch::asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(nostack, preserves_flags, readonly))
+        }
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes {
         // SAFETY: `self` proves the feature.
@@ -245,9 +253,11 @@ impl Simd for Neon {
         (self.splat(0.0), x.1)
     }
     #[inline(always)]
-    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
-        let first = self.splat(f32::from_bits(q << 16));
-        let second = self.splat(f32::from_bits(q & 0xffff_0000));
-        self.mul_add(x.1, second, self.mul_add(x.0, first, acc))
+    fn store_factors(self, x: Lanes, out: &mut [[f32; 2]; LANES / 2]) {
+        self.store(x, bytemuck::cast_mut(out));
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
+        self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
     }
 }

@@ -42,12 +42,15 @@ impl Simd for Scalar {
     const ACCUMULATORS: usize = 1;
     type F32 = Lanes;
     type Pair = (Lanes, Lanes);
+    type Factor = [f32; 2];
 
     #[inline(never)]
-    fn run<W: Work>(self, work: W) -> W::Output {
+    fn run<W: Work<Self>>(self, work: W) -> W::Output {
         work.run(self)
     }
 
+    #[inline(always)]
+    fn prefetch<T>(self, _: *const T) {}
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes {
         [x; LANES]
@@ -166,8 +169,11 @@ impl Simd for Scalar {
         ([0.0; LANES], x.1)
     }
     #[inline(always)]
-    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: u32) -> Lanes {
-        let acc = self.mul_add(x.0, [f32::from_bits(q << 16); LANES], acc);
-        self.mul_add(x.1, [f32::from_bits(q & 0xffff_0000); LANES], acc)
+    fn store_factors(self, x: Lanes, out: &mut [[f32; 2]; LANES / 2]) {
+        self.store(x, bytemuck::cast_mut(out));
+    }
+    #[inline(always)]
+    fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
+        self.mul_add(x.1, [q[1]; LANES], self.mul_add(x.0, [q[0]; LANES], acc))
     }
 }

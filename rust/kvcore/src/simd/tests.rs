@@ -34,10 +34,10 @@ fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
-impl Work for Suite {
+impl<S: Simd> Work<S> for Suite {
     type Output = ();
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         let out = |v: S::F32| {
             let mut x = [0.0; LANES];
             s.store(v, &mut x);
@@ -80,8 +80,10 @@ impl Work for Suite {
         assert!((s.reduce_sum(b) - other.iter().sum::<f32>()).abs() < 1e-5);
 
         // Each of a pair on its own: multiplied by one and by zero, added to zero.
-        let one = u32::from(half::bf16::from_f32(1.0).to_bits());
-        let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, if second { one << 16 } else { one }));
+        let mut ones: [S::Factor; LANES / 2] = [bytemuck::Zeroable::zeroed(); LANES / 2];
+        let alternating: [f32; LANES] = std::array::from_fn(|i| f32::from(u8::from(matches!(i, 0 | 3))));
+        s.store_factors(s.load(&alternating), &mut ones);
+        let alone = |x: S::Pair, second: bool| out(s.dot_pair(s.splat(0.0), x, &ones[usize::from(second)]));
         for start in (0..256).step_by(2 * LANES) {
             let codes: [u8; 2 * LANES] = std::array::from_fn(|i| (start + i) as u8);
             let integers = codes.map(|code| code as i8);
@@ -115,6 +117,31 @@ impl Work for Suite {
             assert_eq!(alone(pair, false)[i], half::bf16::from_bits(bf16s[2 * i]).to_f32());
             assert_eq!(alone(pair, true)[i], half::bf16::from_bits(bf16s[2 * i + 1]).to_f32());
         }
+
+        // Weights keep 8 bits: what bf16 holds, and as near as its nearest.
+        for step in 0..1000 {
+            let x = lanes(|i| (step * LANES + i) as f32 / 16000.0 * (-(step as f32) / 9.0).exp2());
+            let rounded = out(Bf16::round_weights(s, s.load(&x)));
+            for i in 0..LANES {
+                let nearest = half::bf16::from_f32(x[i]).to_f32();
+                assert_eq!(rounded[i].to_bits() & 0xffff, 0, "{} {}", S::NAME, x[i]);
+                assert!((rounded[i] - x[i]).abs() <= (nearest - x[i]).abs(), "{} {} {}", S::NAME, x[i], rounded[i]);
+            }
+        }
+        assert!(out(Bf16::round_weights(s, s.splat(f32::NAN)))[0].is_nan());
+
+        // tanh against f64, near 0 and far from it.
+        for step in -1500..1500 {
+            let x = lanes(|i| (step as f32 + i as f32 / 16.0) * if step % 2 == 0 { 0.01 } else { 1e-5 });
+            let t = out(math::tanh(s, s.load(&x)));
+            for i in 0..LANES {
+                let truth = f64::from(x[i]).tanh();
+                let near = (f64::from(t[i]) - truth).abs() <= 4e-7 * truth.abs();
+                assert!(near, "{} tanh({}) = {} not {truth}", S::NAME, x[i], t[i]);
+            }
+        }
+        let ends = out(math::tanh(s, s.load(&lanes(|i| [f32::NEG_INFINITY, f32::NAN, 1e30, 0.0][i % 4]))));
+        assert!(ends[0] == -1.0 && ends[1].is_nan() && ends[2] == 1.0 && ends[3] == 0.0, "{} {ends:?}", S::NAME);
 
         // exp2 and silu against f64, over the range and at its ends.
         for step in 0..2000 {

@@ -13,12 +13,13 @@ use super::vector::Simd;
 
 /// Sixteen products for each of `M` factors and `B` panels: `acc[m][b] = sum of panels[b][i] * coefs[i][m]`.
 ///
-/// All panels must have at least `coefs.len()` steps.
+/// All panels must have at least `coefs.len()` steps. Steps of other panels are asked for `ahead`, if that is given.
 #[inline(always)]
 pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
     s: S,
     panels: [&[F::Raw]; B],
-    coefs: &[[F::Coef; M]],
+    coefs: &[[F::Coef<S>; M]],
+    ahead: Option<[*const F::Raw; B]>,
 ) -> [[S::F32; B]; M] {
     let steps = coefs.len();
     let mut panels = panels;
@@ -31,9 +32,16 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
         for b in 1..B {
             loaded[b] = F::load(s, &panels[b][i]);
         }
+        if let Some(ahead) = ahead
+            && begins_line::<F::Raw>(i)
+        {
+            for b in 0..B {
+                s.prefetch(ahead[b].wrapping_add(i));
+            }
+        }
         for m in 0..M {
             for b in 0..B {
-                acc[m][b] = F::dot(s, acc[m][b], loaded[b], coefs[i][m]);
+                acc[m][b] = F::dot(s, acc[m][b], loaded[b], &coefs[i][m]);
             }
         }
     }
@@ -42,7 +50,8 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
 
 /// `acc[m][d] += sum of rows[i * stride + d] * coefs[m][i]` over the steps `from..to`, `rows` beginning at `from`.
 /// With `half_first`, of the first step only the last value of each pair counts, with `half_last`, of the last step
-/// only the first (an odd number of tokens: what lies beside them may be anything); never both of one step.
+/// only the first (an odd number of tokens: what lies beside them may be anything); never both of one step. The same
+/// places behind `ahead` are asked for, if that is given.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
 pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
@@ -50,7 +59,8 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
     acc: &mut [[S::F32; D]; M],
     rows: &[F::Raw],
     stride: usize,
-    coefs: &[[F::Coef; N]; M],
+    coefs: &[[F::Coef<S>; N]; M],
+    ahead: Option<*const F::Raw>,
     from: usize,
     to: usize,
     (half_first, half_last): (bool, bool),
@@ -63,6 +73,11 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
         for d in 1..D {
             loaded[d] = F::load(s, &row[d]);
         }
+        if let Some(ahead) = ahead {
+            for d in (0..D).filter(|&d| begins_line::<F::Raw>(d)) {
+                s.prefetch(ahead.wrapping_add((i - from) * stride + d));
+            }
+        }
         if !whole.contains(&i) {
             for x in &mut loaded {
                 *x = if i < whole.start { F::last(s, *x) } else { F::first(s, *x) };
@@ -70,8 +85,14 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
         }
         for m in 0..M {
             for d in 0..D {
-                acc[m][d] = F::dot(s, acc[m][d], loaded[d], coefs[m][i]);
+                acc[m][d] = F::dot(s, acc[m][d], loaded[d], &coefs[m][i]);
             }
         }
     }
+}
+
+/// Whether step `i` is the first of a cache line of 64 bytes.
+#[inline(always)]
+const fn begins_line<T>(i: usize) -> bool {
+    (i * size_of::<T>()).is_multiple_of(64)
 }

@@ -4,13 +4,14 @@
 /// Logical lanes of every level: a block of the cache has 16 tokens, a panel of weights 16 outputs.
 pub const LANES: usize = 16;
 
-/// Work that is generic over the ISA: [`Simd::run`] compiles it once per level with that level's features on.
-/// Implementations mark `run` and all they call per element `#[inline(always)]`, so that the features reach them.
-pub trait Work {
+/// Work on the level `S`: [`Simd::run`] compiles it with that level's features on.
+/// Implementations are generic over `S`, and mark `run` and all they call per element `#[inline(always)]`, so that the
+/// features reach them.
+pub trait Work<S: Simd> {
     /// What the work returns.
     type Output;
     /// Do it with the vectors of `s`.
-    fn run<S: Simd>(self, s: S) -> Self::Output;
+    fn run(self, s: S) -> Self::Output;
 }
 
 /// Sixteen lanes of f32, and pairs of bf16 that multiply and add into them.
@@ -23,10 +24,15 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type F32: Copy;
     /// 16 pairs of bf16 values, widened or not as the level likes best.
     type Pair: Copy;
+    /// What all 16 pairs are multiplied by: two bf16 values in memory, likewise widened or not.
+    type Factor: bytemuck::Pod + Send + Sync;
 
     /// Run `work` with this level's CPU features enabled, as a function of its own that is never inlined: kernels in
     /// many shapes inlined into one function would take the compiler minutes.
-    fn run<W: Work>(self, work: W) -> W::Output;
+    fn run<W: Work<Self>>(self, work: W) -> W::Output;
+
+    /// Ask for the cache line at `at`, which may be any address: a hint, without effect on any value.
+    fn prefetch<T>(self, at: *const T);
 
     /// `x` in all lanes.
     fn splat(self, x: f32) -> Self::F32;
@@ -75,8 +81,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn pair_first(self, x: Self::Pair) -> Self::Pair;
     /// The same pairs with the first value of each set to zero (a window that begins at an odd token).
     fn pair_second(self, x: Self::Pair) -> Self::Pair;
-    /// `acc + x.0 * q.0 + x.1 * q.1` per lane, `q` a pair of bf16 (first in the low half) for all lanes.
-    fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: u32) -> Self::F32;
+    /// Store 16 values that [`Self::round_bf16`] has rounded as 8 factors.
+    fn store_factors(self, x: Self::F32, out: &mut [Self::Factor; LANES / 2]);
+    /// `acc + x.0 * q.0 + x.1 * q.1` per lane. By reference: broadcasts straight from memory cost no arithmetic port.
+    fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: &Self::Factor) -> Self::F32;
 
     /// The largest lane (any lane if one is NaN).
     #[inline(always)]

@@ -88,11 +88,11 @@ struct Expand<'a> {
     is_v: bool,
 }
 
-impl Work for Expand<'_> {
+impl<S: Simd> Work<S> for Expand<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run(self, s: S) {
         match self.is_v {
             false => expand_k_tile(s, self.view, self.block, self.head, self.tile, self.out),
             true => expand_v_tile(s, self.view, self.block, self.head, self.tile, self.out),

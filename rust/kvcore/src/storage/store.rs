@@ -293,11 +293,11 @@ struct Write<'a, C, I> {
     codec: PhantomData<C>,
 }
 
-impl<C: Codec, I: Iterator<Item = (BlockId, usize)>> Work for Write<'_, C, I> {
+impl<S: Simd, C: Codec, I: Iterator<Item = (BlockId, usize)>> Work<S> for Write<'_, C, I> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
+    fn run(self, _: S) {
         let l = self.target.layout;
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
@@ -325,11 +325,11 @@ struct WriteInt4<'a, I> {
     v: Option<&'a [f32]>,
 }
 
-impl<I: Iterator<Item = (BlockId, usize)>> Work for WriteInt4<'_, I> {
+impl<S: Simd, I: Iterator<Item = (BlockId, usize)>> Work<S> for WriteInt4<'_, I> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
+    fn run(self, _: S) {
         let l = self.target.layout;
         let mut k = self.k.chunks_exact(l.k_dim);
         let mut v = self.v.map(|v| v.chunks_exact(l.v_dim));
@@ -357,11 +357,11 @@ struct Read<'a, C> {
     codec: PhantomData<C>,
 }
 
-impl<C: Codec> Work for Read<'_, C> {
+impl<S: Simd, C: Codec> Work<S> for Read<'_, C> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
+    fn run(self, _: S) {
         let (view, l) = (self.view, self.view.layout);
         let rows = self.k.chunks_exact_mut(l.k_dim).zip(self.v.chunks_exact_mut(l.v_dim));
         for (i, (k, v)) in rows.enumerate() {
@@ -389,11 +389,11 @@ struct ReadInt4<'a> {
     v: &'a mut [f32],
 }
 
-impl Work for ReadInt4<'_> {
+impl<S: Simd> Work<S> for ReadInt4<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) {
+    fn run(self, _: S) {
         let (view, l) = (self.view, self.view.layout);
         let rows = self.k.chunks_exact_mut(l.k_dim).zip(self.v.chunks_exact_mut(l.v_dim));
         for (i, (k, v)) in rows.enumerate() {

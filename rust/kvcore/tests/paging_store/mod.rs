@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 
-use kvcore::paging::{AddOptions, Batch, BlockId, BlockManager, Key, ManagerConfig, Move, SeqId};
+use kvcore::paging::{AddOptions, Batch, BlockId, BlockManager, Carrier, Key, ManagerConfig, Move, SeqId, SlotId};
 
 /// Which K and V a slot holds: those of the last token of `prefix`, computed under `salt` with `version` of the weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,6 +53,10 @@ impl Store {
                 }
             }
         }
+    }
+
+    pub fn lose(&mut self, group: usize, slot: SlotId) {
+        self.spilled.remove(&(group, slot.index()));
     }
 
     pub fn get(&self, group: usize, block: BlockId, slot: usize) -> &Slot {
@@ -104,6 +108,54 @@ impl Store {
                 }
             }
         }
+    }
+}
+
+/// A second tier that fails: each call of it takes a bit of `faults`, over and over.
+pub struct Disk<'a> {
+    pub store: &'a mut Store,
+    pub faults: u64,
+    /// What was carried out.
+    pub moves: Vec<Move>,
+    pub failed: bool,
+}
+
+impl<'a> Disk<'a> {
+    pub fn new(store: &'a mut Store, faults: u64) -> Self {
+        Self { store, faults, moves: Vec::new(), failed: false }
+    }
+
+    fn fails(&mut self) -> bool {
+        self.faults = self.faults.rotate_right(1);
+        let fails = self.faults >> 63 == 1;
+        self.failed |= fails;
+        fails
+    }
+
+    pub fn count(&self, which: impl Fn(&Move) -> bool) -> u64 {
+        self.moves.iter().filter(|step| which(step)).count() as u64
+    }
+}
+
+impl Carrier for Disk<'_> {
+    fn carry_out(&mut self, step: Move) -> bool {
+        if let Move::Spill { group, slot, .. } = step
+            && self.fails()
+        {
+            self.store.lose(group, slot);
+            return false;
+        }
+        self.store.carry_out(&[step]);
+        self.moves.push(step);
+        true
+    }
+
+    fn can_fetch(&mut self, group: usize, slot: SlotId) -> bool {
+        let fails = self.fails();
+        if fails {
+            self.store.lose(group, slot);
+        }
+        !fails
     }
 }
 

@@ -3,7 +3,8 @@
 //! ```text
 //! save      tokens, key, and the raw blocks of each group; slots behind the last token are zeros, for what stands there
 //!           may be somebody else's
-//! load      add the tokens (what is cached already is shared), plan the rest, fill the planned blocks, commit
+//! load      all of the file is judged and all blocks are counted before anything changes; what is cached already is
+//!           shared, other blocks are filled, then published
 //! prefixes  the published blocks as a tree, parents before children; they come back as cached blocks
 //! ```
 #![forbid(unsafe_code)]

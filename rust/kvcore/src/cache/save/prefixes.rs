@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::keys;
 use crate::cache::KvCache;
-use crate::paging::{ImportEntry, OwnedKey, Place, PrefixEntry, Retention};
+use crate::paging::{ImportEntry, OwnedKey, Place, PrefixEntry, Retention, SlotId};
 use crate::storage::Cleaner;
 use crate::storage::persist::{self, Dtype, Reader, TensorSpec};
 use crate::threads::ShouldStop;
@@ -25,7 +25,8 @@ const KIND: &str = "prefixes";
 const FILE: &str = "prefixes.safetensors";
 
 impl KvCache {
-    /// Write all cached prefixes to a file in `folder`, which is made if need be; how many blocks of tokens.
+    /// Write all cached prefixes to a file in `folder`, which is made if need be; how many blocks of tokens. What the
+    /// second tier cannot give back is forgotten and left out.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] if it cannot be written, [`Error::Interrupted`]; a file that was there is untouched then.
@@ -33,6 +34,23 @@ impl KvCache {
         self.tick();
         std::fs::create_dir_all(folder)
             .map_err(|e| Error::Checkpoint(format!("{}: the folder cannot be made: {e}", folder.display())))?;
+        loop {
+            let mut lost = None;
+            let saved = self.write_prefixes(folder, should_stop, &mut lost);
+            match lost {
+                Some((group, slot)) => self.manager.forget_slot(group, slot),
+                None => return saved,
+            }
+        }
+    }
+
+    /// Writes the file, or stops at a slot that cannot be read, which is `lost` then.
+    fn write_prefixes(
+        &mut self,
+        folder: &Path,
+        should_stop: ShouldStop<'_>,
+        lost: &mut Option<(usize, SlotId)>,
+    ) -> Result<usize> {
         let entries = self.manager.export_prefixes();
         let mut keys: Vec<OwnedKey> = Vec::new();
         let key_of: Vec<u32> = entries
@@ -86,7 +104,9 @@ impl KvCache {
                         (Place::Block(block), _) => store.block_bytes(block),
                         (Place::Slot(slot), Some(spill)) => {
                             fetched.resize(store.layout().block_bytes(), 0);
-                            spill.read(group, slot.index(), &mut fetched)?;
+                            spill
+                                .read(group, slot.index(), &mut fetched)
+                                .inspect_err(|_| *lost = Some((group, slot)))?;
                             &fetched
                         }
                         _ => continue,

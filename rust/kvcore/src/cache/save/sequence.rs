@@ -8,15 +8,14 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use std::ops::Range;
 use std::path::Path;
 
 use super::keys;
 #[cfg(doc)]
 use crate::Error;
 use crate::Result;
-use crate::cache::{Batch, KvCache};
-use crate::paging::{AddOptions, BlockId, SeqId};
+use crate::cache::KvCache;
+use crate::paging::{AddOptions, BlockId, OwnedKey, Restored, Saved, SeqId};
 use crate::storage::Cleaner;
 use crate::storage::persist::{self, Dtype, Reader, TensorSpec};
 use crate::threads::ShouldStop;
@@ -27,9 +26,12 @@ const KIND: &str = "sequence";
 struct Contents {
     token_ids: Vec<u32>,
     computed: usize,
-    /// For each group the entries of the block table that the file has, ascending.
-    held: Vec<Vec<u32>>,
+    /// For each group the first entry of the block table that the file has; it has all after that.
+    first: Vec<usize>,
     cross_tokens: usize,
+    /// Whether others may find it: what was private stays so.
+    shared: bool,
+    key: OwnedKey,
 }
 
 impl KvCache {
@@ -94,48 +96,38 @@ impl KvCache {
         })
     }
 
-    /// A sequence from a file: what is cached already is shared, the rest takes blocks.
+    /// A sequence from a file: what is cached already is shared, the rest takes blocks. None of it counts as looked for
+    /// or found.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] for a file that is damaged or not of this cache's model, dtype, layout and version;
-    /// [`Error::OutOfBlocks`]; [`Error::Interrupted`]. No sequence is added then.
+    /// [`Error::OutOfBlocks`]. Nothing has changed then. [`Error::Interrupted`], or [`Error::Checkpoint`] for a file that
+    /// was altered after it had been checked: no sequence is added, but cached prefixes may have given way to it.
     pub fn load(&mut self, path: &Path, should_stop: ShouldStop<'_>) -> Result<SeqId> {
         let mut reader = Reader::open(path, KIND, &self.fingerprint(), should_stop)?;
         let contents = self.contents(&mut reader)?;
-        let key = keys::read(&mut reader, "")?;
-        // What was private stays so.
-        let shared = reader.values::<u8>("shared", &[Some(1)])?[0] != 0;
-        let use_prefix = shared && (self.cross.is_none() || key.extra.is_some());
+        let key = &contents.key;
+        let use_prefix = contents.shared && (self.cross.is_none() || key.extra.is_some());
         let options = AddOptions { key: key.as_key(), use_prefix, min_prefix_tokens: Some(0), retention: None };
-        let seq = self.add_whole_blocks(&contents, &options)?;
-        match self.fill_sequence(seq, &contents, &mut reader) {
-            Ok(()) => Ok(seq),
+        let saved = Saved {
+            token_ids: &contents.token_ids,
+            computed: contents.computed,
+            first: &contents.first,
+            cross_tokens: contents.cross_tokens,
+        };
+        self.tick();
+        let (manager, mut bytes) = self.parts();
+        let restored = manager.restore(&saved, &options, &mut bytes)?;
+        match self.fill_restored(&restored, &contents, &mut reader) {
+            Ok(()) => self.manager.finish_restore(restored),
             Err(error) => {
-                self.free(seq)?;
+                self.free(restored.seq)?;
                 Err(error)
             }
         }
     }
 
-    /// Adds the tokens, and lets go of a block that is shared up to its middle: the file's bytes go into whole blocks,
-    /// and what others read of this one must stay as it is.
-    fn add_whole_blocks(&mut self, contents: &Contents, options: &AddOptions<'_>) -> Result<SeqId> {
-        let block_size = self.config.block_size;
-        let seq = self.add(&contents.token_ids, options)?;
-        let cached = self.manager.num_computed_tokens(seq)?;
-        let whole = cached / block_size * block_size;
-        if whole == cached || cached >= contents.computed {
-            return Ok(seq);
-        }
-        if whole == 0 || self.truncate(seq, whole).is_err() {
-            // Nothing is left of it, or a window has passed what would be left: as if nothing were cached.
-            self.free(seq)?;
-            return self.add(&contents.token_ids, &AddOptions { min_prefix_tokens: Some(usize::MAX), ..*options });
-        }
-        self.append(seq, &contents.token_ids[whole..])?;
-        Ok(seq)
-    }
-
+    /// What the file says, every shape of it checked.
     fn contents(&self, reader: &mut Reader<'_>) -> Result<Contents> {
         let token_ids = reader.values::<u32>("token_ids", &[None])?;
         let computed = reader.values::<u64>("computed", &[Some(1)])?[0];
@@ -143,7 +135,7 @@ impl KvCache {
         let computed = computed.filter(|_| !token_ids.is_empty() && !token_ids.contains(&u32::MAX));
         let Some(computed) = computed else { return Err(reader.error("more computed tokens than tokens")) };
         let num_blocks = computed.div_ceil(self.config.block_size);
-        let mut held = Vec::new();
+        let mut firsts = Vec::new();
         for (group, spec) in self.paged_groups().enumerate() {
             let entries = reader.values::<u32>(&format!("group.{group}.held"), &[None])?;
             // A window's blocks are the last ones; everywhere else there are all.
@@ -156,77 +148,51 @@ impl KvCache {
             {
                 return Err(reader.error(format!("group {group}: blocks are missing")));
             }
-            held.push(entries);
+            let bytes = self.stores[group].layout().block_bytes();
+            reader.tensor(&format!("group.{group}.blocks"), Dtype::U8, &[Some(entries.len()), Some(bytes)])?;
+            firsts.push(first);
         }
         let mut cross_tokens = 0;
-        if self.cross.is_some() && reader.names().any(|name| name == "cross.tokens") {
+        if let Some(store) = &self.cross
+            && reader.names().any(|name| name == "cross.tokens")
+        {
             let tokens = reader.values::<u64>("cross.tokens", &[Some(1)])?[0];
             cross_tokens = usize::try_from(tokens).map_err(|_| reader.error("cross.tokens: too many"))?;
+            let (count, bytes) = (cross_tokens.div_ceil(self.config.block_size), store.layout().block_bytes());
+            reader.tensor("cross.written", Dtype::U8, &[Some(store.layout().num_layers)])?;
+            reader.tensor("cross.blocks", Dtype::U8, &[Some(count), Some(bytes)])?;
         }
-        Ok(Contents { token_ids, computed, held, cross_tokens })
+        let shared = reader.values::<u8>("shared", &[Some(1)])?[0] != 0;
+        let key = keys::read(reader, "")?;
+        Ok(Contents { token_ids, computed, first: firsts, cross_tokens, shared, key })
     }
 
-    fn fill_sequence(&mut self, seq: SeqId, contents: &Contents, reader: &mut Reader<'_>) -> Result<()> {
-        if contents.cross_tokens > 0 {
-            self.fill_cross(seq, contents.cross_tokens, reader)?;
-        }
-        let mut start = self.manager.num_computed_tokens(seq)?;
-        // A window's group may have no room for blocks that the window has passed: then it goes block by block.
-        let has_window = self.paged_groups().any(|spec| spec.kind.window().is_some());
-        let step = if has_window { self.config.block_size } else { usize::MAX };
-        while start < contents.computed {
-            let n = step.min(contents.computed - start);
-            let batch = self.plan(&[(seq, n)])?;
-            let first = start / self.config.block_size;
-            self.fill_planned(&batch, first..(start + n).div_ceil(self.config.block_size), contents, reader)?;
-            self.manager.commit(&batch.plan)?;
-            start += n;
-        }
-        Ok(())
-    }
-
-    /// Fills blocks of a plan, which are the sequence's own: these entries of its tables.
-    fn fill_planned(
-        &mut self,
-        batch: &Batch,
-        entries: Range<usize>,
-        contents: &Contents,
-        reader: &mut Reader<'_>,
-    ) -> Result<()> {
-        let row = &batch.plan.rows[0];
-        for (group, held) in contents.held.iter().enumerate() {
+    fn fill_restored(&mut self, restored: &Restored, contents: &Contents, reader: &mut Reader<'_>) -> Result<()> {
+        for (group, entries) in restored.fill.iter().enumerate() {
             let store = &mut self.stores[group];
             let bytes = store.layout().block_bytes();
-            let mut blocks =
-                reader.tensor(&format!("group.{group}.blocks"), Dtype::U8, &[Some(held.len()), Some(bytes)])?;
-            // What the file has are the last entries of the table.
-            let first_held = held.first().map_or(entries.end, |&at| at as usize);
-            blocks.skip(entries.start.saturating_sub(first_held) * bytes)?;
-            for at in entries.start.max(first_held)..entries.end {
-                blocks.read(store.block_bytes_mut(row.tables[group][at]))?;
+            let table = self.manager.block_table(restored.seq, group)?;
+            let mut blocks = reader.tensor(&format!("group.{group}.blocks"), Dtype::U8, &[None, Some(bytes)])?;
+            let mut next = contents.first[group];
+            for &at in entries {
+                blocks.skip((at - next) * bytes)?;
+                blocks.read(store.block_bytes_mut(table[at]))?;
+                next = at + 1;
             }
-            // What the file lacks was planned but means nothing: no query sees it, and nobody may find it.
-            let missing = first_held.min(entries.end);
-            if missing > entries.start {
-                self.manager.return_blocks(row.seq, group, missing)?;
-            }
+        }
+        if contents.cross_tokens > 0 {
+            self.fill_cross(restored.seq, reader)?;
         }
         Ok(())
     }
 
-    fn fill_cross(&mut self, seq: SeqId, tokens: usize, reader: &mut Reader<'_>) -> Result<()> {
-        let Some(store) = &mut self.cross else {
-            return Err(reader.error("it has an encoder's K and V, this cache has no cross layers"));
-        };
+    fn fill_cross(&mut self, seq: SeqId, reader: &mut Reader<'_>) -> Result<()> {
+        let Some(store) = &mut self.cross else { return Ok(()) };
         let (num_layers, bytes) = (store.layout().num_layers, store.layout().block_bytes());
-        let count = tokens.div_ceil(self.config.block_size);
         let written = reader.values::<u8>("cross.written", &[Some(num_layers)])?;
-        if reader.shape("cross.blocks")? != [count, bytes] {
-            return Err(reader.error("cross.blocks: not as many as cross.tokens say"));
-        }
-        let table = self.manager.reserve_cross(seq, tokens)?.to_vec();
-        let mut blocks = reader.tensor("cross.blocks", Dtype::U8, &[Some(count), Some(bytes)])?;
-        for &block in &table {
+        let (table, _) = self.manager.cross(seq)?;
+        let mut blocks = reader.tensor("cross.blocks", Dtype::U8, &[Some(table.len()), Some(bytes)])?;
+        for &block in table {
             blocks.read(store.block_bytes_mut(block))?;
         }
         self.cross_written.forget(table[0]);

@@ -1,0 +1,121 @@
+//! The weights themselves, for who wants to see what a row looks at.
+//!
+//! ```text
+//! for each chosen row and query head: the scores that attention takes, over all chunks; softmax in f64
+//! ```
+//! A second pass beside [`super::attend`], only where it is asked for: attention itself never holds a row's weights.
+#![forbid(unsafe_code)]
+
+use super::Call;
+use super::chunk::Context;
+use super::tile::{Partial, QueryTile, Row, Scratch};
+use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
+use crate::storage::KvDtype;
+use crate::threads::ShouldStop;
+use crate::{Error, Result};
+
+/// Attention weights of the rows `rows` (counted within the call's sequence `sequence`) and the query heads `q_heads`:
+/// `out` is `[rows, q_heads, tokens]`, where tokens is as many as the sequence's last row sees. Tokens that a row does
+/// not see have weight 0; a row's weights sum to 1, less what its sink takes.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for rows, heads or shapes that do not fit, [`Error::Interrupted`].
+pub fn attention_weights(
+    level: Level,
+    call: &Call<'_>,
+    sequence: usize,
+    rows: &[usize],
+    q_heads: &[usize],
+    out: &mut [f32],
+    should_stop: ShouldStop<'_>,
+) -> Result<()> {
+    let v_width = call.num_q_heads * call.view.layout.v_dim;
+    let all = call.q.len() / (call.num_q_heads * call.view.layout.k_dim).max(1);
+    call.check_lengths(all.saturating_mul(v_width), None)?;
+    let Some(of) = call.rows.get(sequence) else {
+        let text = format!(
+            "index: expected a sequence of the batch, 0 to {}, got {sequence}",
+            call.rows.len().saturating_sub(1)
+        );
+        return Err(Error::InvalidArgument(text));
+    };
+    for (name, chosen, count) in [("rows", rows, of.len), ("heads", q_heads, call.num_q_heads)] {
+        if let Some(i) = chosen.iter().find(|&&i| i >= count) {
+            return Err(Error::InvalidArgument(format!("{name}: expected indices below {count}, got {i}")));
+        }
+    }
+    let tokens = of.tokens();
+    let expected = rows.len().saturating_mul(q_heads.len()).saturating_mul(tokens);
+    if out.len() != expected {
+        let text = format!("out: expected {expected} values, got {}", out.len());
+        return Err(Error::InvalidArgument(text));
+    }
+    let first: usize = call.rows[..sequence].iter().map(|rows| rows.len).sum();
+    let maps = Maps { call, sequence, first, rows, q_heads, tokens, out, should_stop };
+    match call.view.layout.dtype {
+        KvDtype::F32 => level.dispatch(On::<F32>(maps, std::marker::PhantomData)),
+        KvDtype::F16 => level.dispatch(On::<F16>(maps, std::marker::PhantomData)),
+        KvDtype::Bf16 | KvDtype::Int4 => level.dispatch(On::<Bf16>(maps, std::marker::PhantomData)),
+        KvDtype::Fp8E4M3 => level.dispatch(On::<Fp8E4M3>(maps, std::marker::PhantomData)),
+        KvDtype::Fp8E5M2 => level.dispatch(On::<Fp8E5M2>(maps, std::marker::PhantomData)),
+        KvDtype::Int8 => level.dispatch(On::<Int8>(maps, std::marker::PhantomData)),
+    }
+}
+
+struct Maps<'a> {
+    call: &'a Call<'a>,
+    sequence: usize,
+    /// Of the sequence's rows in the call.
+    first: usize,
+    rows: &'a [usize],
+    q_heads: &'a [usize],
+    tokens: usize,
+    out: &'a mut [f32],
+    should_stop: ShouldStop<'a>,
+}
+
+struct On<'a, F>(Maps<'a>, std::marker::PhantomData<F>);
+
+impl<S: Simd, F: Format> Work<S> for On<'_, F> {
+    type Output = Result<()>;
+
+    #[inline(always)]
+    fn run(self, s: S) -> Result<()> {
+        let Maps { call, sequence, first, rows, q_heads, tokens, out, should_stop } = self.0;
+        let of = &call.rows[sequence];
+        let (group, q_width) =
+            (call.num_q_heads / call.view.layout.num_kv_heads, call.num_q_heads * call.view.layout.k_dim);
+        let mut scratch = Scratch::<S, F>::default();
+        let mut running = Partial::default();
+        let mut logits = vec![0.0f32; tokens];
+        for (i, out) in out.chunks_exact_mut(tokens.max(1)).enumerate() {
+            if should_stop() {
+                return Err(Error::Interrupted);
+            }
+            let (row, q_head) = (rows[i / q_heads.len()], q_heads[i % q_heads.len()]);
+            let position = of.start + row;
+            let q = &call.q[(first + row) * q_width..][..q_width];
+            let rows = [Row { position, sees: of.mask.sees(position), q }];
+            let context = Context { view: call.view, blocks: of.blocks, head: q_head / group };
+            let tile = QueryTile { context, group, rows: &rows, scoring: &call.scoring };
+            tile.run_of_chunks(s, &mut scratch, tile.chunks(), &mut running, |query, token, visible, scores| {
+                if query == q_head % group {
+                    logits[token + visible.start..token + visible.end].copy_from_slice(&scores[visible]);
+                }
+            });
+            let seen = rows[0].sees.clone();
+            let sink = call
+                .scoring
+                .sinks
+                .map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[q_head]) * std::f64::consts::LOG2_E);
+            let max = logits[seen.clone()].iter().fold(sink, |max, &x| max.max(f64::from(x)));
+            let exp = |x: f64| (x - max).exp2();
+            let sum: f64 = logits[seen.clone()].iter().map(|&x| exp(f64::from(x))).sum::<f64>() + exp(sink);
+            out.fill(0.0);
+            for (out, &x) in out[seen.clone()].iter_mut().zip(&logits[seen]) {
+                *out = (exp(f64::from(x)) / sum) as f32;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,371 @@
+//! The tasks of a call.
+//!
+//! ```text
+//! segments (rows that read the same tiles over some chunks)  ->  tiles of up to 32 queries, for each KV head  ->  pieces
+//!     a tile that is all its rows ever see                       done at once: straight to the output
+//!     any other                                                  its states are kept: one for the piece that its rows
+//!                                                                begin with, else one for each chunk
+//! for each row and KV head with kept states: merge them in order, finish
+//! ```
+//! Pieces are cut so that each thread has a few, whatever the lengths: one long sequence uses all threads.
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+
+use super::cascade::{Segment, share};
+use super::chunk::Context;
+use super::softmax::{Finish, Merge};
+use super::tile::{Partial, QueryTile, Row, Scratch, State};
+use super::{Call, Output};
+use crate::Result;
+use crate::simd::{Format, Level, Simd, Work};
+use crate::threads::{ShouldStop, Threads};
+
+/// Queries of one tile: enough that a K tile in the first-level cache serves many of them.
+const QUERIES_PER_TILE: usize = 32;
+
+/// Below this many multiply-adds a call is not worth waking a thread for.
+const SERIAL_WORK: usize = 300_000;
+
+/// Pieces for each thread, so that no thread waits long for the last one.
+const PIECES_PER_THREAD: usize = 4;
+
+/// Run a checked call.
+pub fn run<F: Format>(
+    level: Level,
+    threads: &Threads,
+    call: &Call<'_>,
+    output: Output<'_>,
+    should_stop: ShouldStop<'_>,
+) -> Result<()> {
+    level.dispatch(Run::<F> { threads, call, output, should_stop, format: std::marker::PhantomData })
+}
+
+struct Run<'a, F> {
+    threads: &'a Threads,
+    call: &'a Call<'a>,
+    output: Output<'a>,
+    should_stop: ShouldStop<'a>,
+    format: std::marker::PhantomData<F>,
+}
+
+/// Where the result of one row's queries of one KV head goes.
+struct Slot<'a> {
+    /// `[group, v_dim]`
+    out: &'a mut [f32],
+    /// `[group]`
+    lse: Option<&'a mut [f32]>,
+}
+
+/// Some queries of one KV head over some chunks.
+struct Piece<'a> {
+    tile: QueryTile<'a>,
+    result: PieceResult<'a>,
+}
+
+enum PieceResult<'a> {
+    /// All that the rows see.
+    Whole(Vec<Slot<'a>>),
+    /// The chunks that the rows begin with, merged.
+    Begin { chunks: Range<usize>, state: &'a mut Partial },
+    /// Chunks of which each is kept.
+    Later { first: usize, states: &'a mut [Partial] },
+}
+
+/// Kept states of the rows `rows` (as places in the order of [`share`]) and one KV head.
+struct Kept {
+    rows: Range<usize>,
+    head: usize,
+    chunks: Range<usize>,
+    /// One state for all chunks, else one for each.
+    begin: bool,
+    states: Vec<Partial>,
+}
+
+/// Tiles and how they are cut, before anything is allocated for them.
+struct Tile {
+    rows: Range<usize>,
+    sequence: usize,
+    chunks: Range<usize>,
+    /// Whether the rows see nothing else.
+    whole: bool,
+    /// Whether the rows begin with these chunks.
+    begins: bool,
+}
+
+impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
+    type Output = Result<()>;
+
+    #[inline(always)]
+    fn run(self, s: S) -> Result<()> {
+        let Self { threads, call, output, should_stop, .. } = self;
+        let (order, segments) = share(call.rows, call.view.layout.block_size);
+        let (rows, places) = ordered_rows(call, &order);
+        let kv_heads = call.view.layout.num_kv_heads;
+        let tiles = tiles(call, &order, &segments, &rows, &places);
+        let serial = threads.num_threads() == 1 || work(call, &rows) < SERIAL_WORK;
+        let chunks: usize = tiles.iter().map(|tile| tile.chunks.len()).sum::<usize>() * kv_heads;
+        let length = if serial { usize::MAX } else { chunks.div_ceil(PIECES_PER_THREAD * threads.num_threads()) };
+
+        let mut kept: Vec<Kept> = Vec::new();
+        for tile in tiles.iter().filter(|tile| !tile.whole || tile.chunks.len() > length) {
+            for head in 0..kv_heads {
+                kept.extend(cut(tile, length).map(|(chunks, begin)| {
+                    let states = vec![Partial::default(); if begin { 1 } else { chunks.len() }];
+                    Kept { rows: tile.rows.clone(), head, chunks, begin, states }
+                }));
+            }
+        }
+        let mut slots = slots(call, output, &order, &places);
+        let query_tile = |tile: &Tile, head: usize| QueryTile {
+            context: Context { view: call.view, blocks: call.rows[tile.sequence].blocks, head },
+            group: call.num_q_heads / kv_heads,
+            rows: &rows[tile.rows.clone()],
+            scoring: &call.scoring,
+        };
+        let mut pieces = Vec::with_capacity(tiles.len() * kv_heads);
+        let mut rest = kept.iter_mut();
+        for tile in &tiles {
+            for head in 0..kv_heads {
+                let queries = query_tile(tile, head);
+                if tile.whole && tile.chunks.len() <= length {
+                    let taken =
+                        tile.rows.clone().map(|row| slots[row * kv_heads + head].take().expect("one whole tile"));
+                    pieces.push(Piece { tile: queries, result: PieceResult::Whole(taken.collect()) });
+                } else {
+                    for kept in rest.by_ref().take(cut(tile, length).count()) {
+                        let (chunks, states) = (kept.chunks.clone(), &mut kept.states);
+                        let result = match kept.begin {
+                            true => PieceResult::Begin { chunks, state: &mut states[0] },
+                            false => PieceResult::Later { first: chunks.start, states },
+                        };
+                        pieces.push(Piece { tile: queries, result });
+                    }
+                }
+            }
+        }
+        let scratch = Scratch::<S, F>::default;
+        let on = |scratch: &mut Scratch<S, F>, piece: Piece<'_>| s.run(On { piece, scratch });
+        if serial {
+            let mut scratch = scratch();
+            for piece in pieces {
+                if should_stop() {
+                    return Err(crate::Error::Interrupted);
+                }
+                on(&mut scratch, piece);
+            }
+        } else {
+            threads.for_each_with(pieces, should_stop, scratch, on)?;
+        }
+        if kept.is_empty() {
+            return Ok(());
+        }
+        let merges = merges(call, &kept, &rows, slots);
+        if serial {
+            merges.into_iter().for_each(|merge| s.run(merge));
+            Ok(())
+        } else {
+            threads.for_each(merges, should_stop, |merge| s.run(merge))
+        }
+    }
+}
+
+/// All rows in the order of [`share`], and where those of each of its sequences begin, with an end.
+fn ordered_rows<'a>(call: &Call<'a>, order: &[usize]) -> (Vec<Row<'a>>, Vec<usize>) {
+    let width = call.num_q_heads * call.view.layout.k_dim;
+    let firsts = first_rows(call);
+    let mut rows = Vec::with_capacity(call.q.len() / width);
+    let mut places = Vec::with_capacity(order.len() + 1);
+    places.push(0);
+    for &sequence in order {
+        let of = &call.rows[sequence];
+        for i in 0..of.len {
+            let position = of.start + i;
+            let q = &call.q[(firsts[sequence] + i) * width..][..width];
+            rows.push(Row { position, sees: of.mask.sees(position), q });
+        }
+        places.push(rows.len());
+    }
+    (rows, places)
+}
+
+/// The first row of each sequence of a call.
+fn first_rows(call: &Call<'_>) -> Vec<usize> {
+    let next = |next: &mut usize, rows: &super::Rows<'_>| {
+        *next += rows.len;
+        Some(*next - rows.len)
+    };
+    call.rows.iter().scan(0, next).collect()
+}
+
+/// Multiply-adds of a call.
+fn work(call: &Call<'_>, rows: &[Row<'_>]) -> usize {
+    let l = &call.view.layout;
+    let seen = rows.iter().fold(0usize, |sum, row| sum.saturating_add(row.sees.len()));
+    seen.saturating_mul(call.num_q_heads * (l.k_dim + l.v_dim) / 2)
+}
+
+fn tiles(call: &Call<'_>, order: &[usize], segments: &[Segment], rows: &[Row<'_>], places: &[usize]) -> Vec<Tile> {
+    let group = call.num_q_heads / call.view.layout.num_kv_heads;
+    let per_tile = (QUERIES_PER_TILE / group).max(1);
+    let mut tiles = Vec::with_capacity(rows.len().div_ceil(per_tile) + segments.len());
+    for segment in segments {
+        let of = places[segment.sequences.start]..places[segment.sequences.end];
+        for start in of.clone().step_by(per_tile) {
+            let tile = start..(start + per_tile).min(of.end);
+            let seen = rows[tile.clone()].iter().map(Row::chunks);
+            let all = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).expect("a row");
+            let chunks = all.start.max(segment.chunks.start)..all.end.min(segment.chunks.end);
+            if chunks.is_empty() {
+                continue;
+            }
+            let (whole, begins) = (chunks == all, chunks.start == all.start);
+            tiles.push(Tile { rows: tile, sequence: order[segment.sequences.start], chunks, whole, begins });
+        }
+    }
+    tiles
+}
+
+/// Pieces of at most `length` chunks, and whether the piece is what its rows begin with.
+fn cut(tile: &Tile, length: usize) -> impl Iterator<Item = (Range<usize>, bool)> {
+    let (chunks, begins) = (tile.chunks.clone(), tile.begins);
+    let end = chunks.end;
+    let length = length.min(chunks.len());
+    chunks
+        .clone()
+        .step_by(length)
+        .map(move |start| (start..start.saturating_add(length).min(end), begins && start == chunks.start))
+}
+
+/// For each row in the order of [`share`] and each KV head.
+fn slots<'a>(call: &Call<'_>, output: Output<'a>, order: &[usize], places: &[usize]) -> Vec<Option<Slot<'a>>> {
+    let l = &call.view.layout;
+    let (kv_heads, group) = (l.num_kv_heads, call.num_q_heads / l.num_kv_heads);
+    let count = output.out.len() / (group * l.v_dim);
+    let mut outs = output.out.chunks_exact_mut(group * l.v_dim);
+    let mut lses = output.lse.map(|lse| lse.chunks_exact_mut(group));
+    let mut next = || Slot { out: outs.next().expect("out is checked"), lse: lses.as_mut().and_then(Iterator::next) };
+    if order.is_sorted() {
+        return std::iter::repeat_with(|| Some(next())).take(count).collect();
+    }
+    let mut slots: Vec<Option<Slot<'a>>> = std::iter::repeat_with(|| None).take(count).collect();
+    let mut place_of = vec![0; call.rows.len()];
+    for (&sequence, &place) in order.iter().zip(places) {
+        place_of[sequence] = place;
+    }
+    for (sequence, rows) in call.rows.iter().enumerate() {
+        let first = place_of[sequence] * kv_heads;
+        for slot in &mut slots[first..first + rows.len * kv_heads] {
+            *slot = Some(next());
+        }
+    }
+    slots
+}
+
+/// One piece with the buffers of its thread.
+struct On<'a, 'b, S: Simd, F: Format> {
+    piece: Piece<'a>,
+    scratch: &'b mut Scratch<S, F>,
+}
+
+impl<S: Simd, F: Format> Work<S> for On<'_, '_, S, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Piece { tile, result } = self.piece;
+        match result {
+            PieceResult::Whole(mut slots) => tile.attend(s, self.scratch, |row, head, state| {
+                finish(s, &tile, head, state, &mut slots[row]);
+            }),
+            PieceResult::Begin { chunks, state } => tile.run_of_chunks(s, self.scratch, chunks, state, |_, _, _, _| {}),
+            PieceResult::Later { first, states } => tile.some_chunks(s, self.scratch, first, states),
+        }
+    }
+}
+
+/// Write one query's result.
+fn finish<S: Simd>(s: S, tile: &QueryTile<'_>, head: usize, state: State<'_>, slot: &mut Slot<'_>) {
+    let Context { view, head: kv_head, .. } = tile.context;
+    let v_dim = view.layout.v_dim;
+    let lse = s.run(Finish {
+        state,
+        sink: tile.scoring.sinks.map(|sinks| sinks[kv_head * tile.group + head]),
+        scale: view.v_scale(kv_head),
+        out: &mut slot.out[head * v_dim..][..v_dim],
+    });
+    if let Some(out) = &mut slot.lse {
+        out[head] = lse;
+    }
+}
+
+/// One row and KV head whose states are kept in pieces, in order.
+struct MergeRow<'a> {
+    tile: QueryTile<'a>,
+    row: usize,
+    kept: Vec<&'a Kept>,
+    slot: Slot<'a>,
+}
+
+/// What is left to merge: the rows whose slots no whole tile has taken.
+fn merges<'a>(
+    call: &'a Call<'a>,
+    kept: &'a [Kept],
+    rows: &'a [Row<'a>],
+    slots: Vec<Option<Slot<'a>>>,
+) -> Vec<MergeRow<'a>> {
+    let kv_heads = call.view.layout.num_kv_heads;
+    let mut of: Vec<Vec<&Kept>> = vec![Vec::new(); slots.len()];
+    for kept in kept {
+        for row in kept.rows.clone() {
+            of[row * kv_heads + kept.head].push(kept);
+        }
+    }
+    let left = slots.into_iter().zip(of).enumerate();
+    left.filter_map(|(i, (slot, mut kept))| {
+        kept.sort_unstable_by_key(|kept| kept.chunks.start);
+        let (row, head) = (i / kv_heads, i % kv_heads);
+        let tile = QueryTile {
+            context: Context { view: call.view, blocks: &[], head },
+            group: call.num_q_heads / kv_heads,
+            rows: &rows[row..=row],
+            scoring: &call.scoring,
+        };
+        slot.map(|slot| MergeRow { tile, row, kept, slot })
+    })
+    .collect()
+}
+
+impl<S: Simd> Work<S> for MergeRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(mut self, s: S) {
+        let width = self.tile.context.view.layout.width();
+        let first = self.tile.rows[0].chunks().start;
+        let last = self.tile.rows[0].chunks().end;
+        let mut acc = vec![0.0; width];
+        for head in 0..self.tile.group {
+            let (mut m, mut l) = (0.0, 0.0);
+            for kept in &self.kept {
+                let query = (self.row - kept.rows.start) * self.tile.group + head;
+                for (i, state) in kept.states.iter().enumerate() {
+                    let chunk = kept.chunks.start + i;
+                    // A row may see none of a chunk that others of its tile see.
+                    let until = if kept.begin { kept.chunks.end } else { chunk + 1 };
+                    if until <= first || chunk >= last {
+                        continue;
+                    }
+                    let add = state.of(query, width);
+                    if chunk <= first {
+                        (m, l) = (add.m, add.l);
+                        acc.copy_from_slice(add.acc);
+                    } else {
+                        s.run(Merge { m: &mut m, l: &mut l, acc: &mut acc, add });
+                    }
+                }
+            }
+            finish(s, &self.tile, head, State { m, l, acc: &acc }, &mut self.slot);
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! From scores to weights, and the merge of partial softmaxes.
+//!
+//! ```text
+//! weights   x = score * scale [* K's scale of the token]; softcap; bias;  m = max(x);  w = 2^(x - m), rounded;  l = sum(w)
+//! merge     m' = max(m, m2);  l' = l 2^(m - m') + l2 2^(m2 - m');  acc likewise
+//! sink      l' = l + 2^(sink - m), with m the larger of both
+//! ```
+//! All in base 2: x is in units of log2(e), so that one `exp2` is enough.
+#![forbid(unsafe_code)]
+
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+use super::chunk::{CHUNK, Chunk};
+use super::scoring::HeadBias;
+use super::tile::{State, tiles_of};
+use crate::simd::{Format, LANES, Simd, Work, math};
+use crate::storage::TILE;
+
+/// Lanes of tile `t` that are `visible` from `x`, the others from `other`.
+#[inline(always)]
+fn visible_lanes<S: Simd>(s: S, visible: &Range<usize>, t: usize, x: S::F32, other: S::F32) -> S::F32 {
+    let x = s.first_lanes(visible.end - t * TILE, x, other);
+    if t * TILE < visible.start { s.first_lanes(visible.start - t * TILE, other, x) } else { x }
+}
+
+/// Scores to softmax weights `exp(scale * score - max)` for the `visible` tokens. Returns the maximum (of the scores in
+/// base-2 units) and the sum of the weights as they are multiplied, that is, after rounding. Where tokens have scales,
+/// K's multiply the scores and V's the weights, which are rounded with them; the sum is that of the weights alone.
+pub struct Weights<'a, S: Simd, F: Format> {
+    /// For the scales of tokens.
+    pub chunk: &'a Chunk<'a, F>,
+    /// Multiplies the scores.
+    pub scale: f32,
+    /// Bends them.
+    pub softcap: Option<f32>,
+    /// Is added to them.
+    pub bias: HeadBias<'a>,
+    /// Of the chunk.
+    pub first_token: usize,
+    /// Of the query.
+    pub position: usize,
+    /// Tokens of the chunk that the query sees, at least one.
+    pub visible: Range<usize>,
+    /// `q . k`; afterwards in base-2 units.
+    pub scores: &'a mut [f32; CHUNK],
+    /// The weights.
+    pub weights: &'a mut [F::Coef<S>; CHUNK],
+}
+
+impl<S: Simd, F: Format> Work<S> for Weights<'_, S, F> {
+    type Output = (f32, f32);
+
+    #[inline(always)]
+    fn run(self, s: S) -> (f32, f32) {
+        // Bent scores are scaled to their cap first and to base 2 behind it.
+        let scale = s.splat(self.scale * self.softcap.map_or(LOG2_E, f32::recip));
+        let cap = self.softcap.map(|cap| s.splat(cap * LOG2_E));
+        let (zero, lowest) = (s.splat(0.0), s.splat(f32::NEG_INFINITY));
+        let (visible, tiles) = (&self.visible, tiles_of(&self.visible));
+        let scores = self.scores.as_chunks_mut::<LANES>().0;
+        let scales = self.chunk.scales.as_ref();
+        let mut max = lowest;
+        for t in tiles.clone() {
+            let mut x = s.mul(s.load(&scores[t]), scale);
+            if let Some(scales) = scales {
+                x = s.mul(x, s.load(scales.k[t]));
+            }
+            if let Some(cap) = cap {
+                x = s.mul(math::tanh(s, x), cap);
+            }
+            if !matches!(self.bias, HeadBias::None) {
+                let token = |i: usize| self.first_token + t * TILE + i;
+                let bias: [f32; LANES] = std::array::from_fn(|i| self.bias.at(token(i), self.position));
+                x = s.mul_add(s.load(&bias), s.splat(LOG2_E), x);
+            }
+            x = visible_lanes(s, visible, t, x, lowest);
+            max = s.max(max, x);
+            s.store(x, &mut scores[t]);
+        }
+        let max = s.reduce_max(max);
+        let mut sum = zero;
+        let outs = self.weights.chunks_exact_mut(TILE / F::STEP).skip(tiles.start);
+        for (t, out) in tiles.zip(outs) {
+            let mut x = math::exp2(s, s.sub(s.load(&scores[t]), s.splat(max)));
+            if let Some(scales) = scales {
+                sum = s.add(sum, x);
+                // Zero times the scale of a stale slot, which may be anything, is not zero.
+                x = F::round_coefs(s, visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero));
+            } else {
+                x = F::round_weights(s, x);
+                sum = s.add(sum, x);
+            }
+            F::store_coefs(s, x, out);
+        }
+        (max, s.reduce_sum(sum))
+    }
+}
+
+/// One query's running state with one more chunk: both rescaled to the larger maximum.
+pub struct Merge<'a> {
+    /// The running maximum.
+    pub m: &'a mut f32,
+    /// The running sum of weights.
+    pub l: &'a mut f32,
+    /// The running sum of V.
+    pub acc: &'a mut [f32],
+    /// What comes to it.
+    pub add: State<'a>,
+}
+
+impl<S: Simd> Work<S> for Merge<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let max = if self.add.m > *self.m { self.add.m } else { *self.m };
+        let mut differences = [0.0; LANES];
+        (differences[0], differences[1]) = (*self.m - max, self.add.m - max);
+        let mut factors = [0.0; LANES];
+        s.store(math::exp2(s, s.load(&differences)), &mut factors);
+        let (old, new) = (factors[0], factors[1]);
+        *self.m = max;
+        *self.l = *self.l * old + self.add.l * new;
+        for (acc, add) in self.acc.as_chunks_mut::<LANES>().0.iter_mut().zip(self.add.acc.as_chunks::<LANES>().0) {
+            let kept = s.mul(s.load(acc), s.splat(old));
+            s.store(s.mul_add(s.load(add), s.splat(new), kept), acc);
+        }
+    }
+}
+
+/// One query's result: `out = acc / l * scale`.
+pub struct Finish<'a> {
+    /// The state over all tokens.
+    pub state: State<'a>,
+    /// A logit (in natural units) that has a weight and no value.
+    pub sink: Option<f32>,
+    /// V's scale.
+    pub scale: f32,
+    /// `v_dim` values.
+    pub out: &'a mut [f32],
+}
+
+impl<S: Simd> Work<S> for Finish<'_> {
+    /// The logarithm of the sum of all exponentials, the sink's among them, in natural units.
+    type Output = f32;
+
+    #[inline(always)]
+    fn run(self, s: S) -> f32 {
+        let State { mut m, mut l, acc } = self.state;
+        let mut kept = 1.0;
+        if let Some(sink) = self.sink {
+            let sink = sink * LOG2_E;
+            let max = if sink > m { sink } else { m };
+            let mut factors = [0.0; LANES];
+            (factors[0], factors[1]) = (m - max, sink - max);
+            // Minus infinity is a head without a sink.
+            s.store(math::exp2(s, s.load(&factors)), &mut factors);
+            (m, l, kept) = (max, l * factors[0] + factors[1], factors[0]);
+        }
+        let (acc, scale) = (acc.as_chunks::<LANES>().0, s.splat(self.scale));
+        let result = |acc: &[f32; LANES]| {
+            let acc = if self.sink.is_some() { s.mul(s.load(acc), s.splat(kept)) } else { s.load(acc) };
+            s.mul(s.div(acc, s.splat(l)), scale)
+        };
+        let (whole, rest) = self.out.as_chunks_mut::<LANES>();
+        for (out, acc) in whole.iter_mut().zip(acc) {
+            s.store(result(acc), out);
+        }
+        if !rest.is_empty() {
+            let mut lanes = [0.0; LANES];
+            s.store(result(&acc[whole.len()]), &mut lanes);
+            rest.copy_from_slice(&lanes[..rest.len()]);
+        }
+        (f64::from(m) * std::f64::consts::LN_2 + f64::from(l).ln()) as f32
+    }
+}
