@@ -515,6 +515,10 @@ class KVCacheMachine(RuleBasedStateMachine):
     def mark(self, i: int, n: int, ttl: Any, priority: int | None) -> None:
         seq = self.pick(i)
         n = 1 + n % len(seq.tokens)
+        if not seq.shares:
+            with pytest.raises(InvalidState):
+                self.cache.mark(seq.handle, n, ttl=ttl, priority=priority)
+            return
         self.cache.mark(seq.handle, n, ttl=ttl, priority=priority)
         self.sync()
         ttl = self.seconds(ttl)

@@ -465,7 +465,12 @@ class KVGroupsMachine(RuleBasedStateMachine):
     @rule(i=SEQS, n=st.integers(0, 200), ttl=TTLS, priority=PRIORITIES)
     def mark(self, i: int, n: int, ttl: Any, priority: int | None) -> None:
         seq = self.pick(i)
-        self.cache.mark(seq.handle, 1 + n % len(seq.tokens), ttl=ttl, priority=priority)
+        n = 1 + n % len(seq.tokens)
+        if seq.shares:
+            self.cache.mark(seq.handle, n, ttl=ttl, priority=priority)
+        else:
+            with pytest.raises(InvalidState):
+                self.cache.mark(seq.handle, n, ttl=ttl, priority=priority)
 
     @precondition(lambda self: any(seq.computed for seq in self.live))
     @rule(i=SEQS, n=st.integers(0, 200))

@@ -160,6 +160,10 @@ def test_a_notebook_shows_it_and_save_writes_it(tmp_path: Path) -> None:
     assert len(repr(picture)) < 100
     picture.save(tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text(encoding="utf-8") == picture.svg
+    for name in ("a.png", "a", "a.svg.gz", ".svg"):
+        with pytest.raises(InvalidArgument, match=r"path: expected a name that ends with \.svg, got"):
+            picture.save(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
 def test_several_in_one_page_do_not_touch_each_other() -> None:

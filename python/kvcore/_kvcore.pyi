@@ -213,9 +213,11 @@ class KVCache:
         cache.commit(batch)                           # what was written becomes findable
         cache.append(seq, [next_token])
 
-    Calls from several threads are safe: reads (attend, read, stats, ...) run side by side, changes one at a time. A
-    signal handler may use the cache whose call it interrupts; what would have to wait for that call raises
-    InvalidState. A handle that was freed, or belongs to another cache, raises InvalidHandle everywhere.
+    Calls from several threads are safe: reads (attend, read, stats, ...) run side by side, changes one at a time, each
+    when the reads that run are done. Ctrl-C ends a call that waits. A signal handler may use the cache whose call it
+    interrupts; what would have to wait for that call raises InvalidState. So do, in a forked child, changes of a cache
+    that another thread was reading at the fork, and all calls if it was changing it. A handle that was freed, or is of
+    another cache, raises InvalidHandle everywhere.
 
     Sources: PagedAttention (Kwon et al., 2023) for blocks, tables and copy-on-write; vLLM's block pool for the LRU
     order of unreferenced blocks; SGLang's radix tree for sharing to the token.
@@ -271,9 +273,11 @@ class KVCache:
             max_pinned_fraction: share of a group's blocks that may be pinned, 0 to 1.
             max_rollback: tokens that ``truncate`` may always take back from sequences with sliding windows. None: 0.
             max_events: events that are kept for ``events()``; older ones are dropped, and counted. None: 0, no events.
-            spill_dir, spill_bytes: a folder and a size: evicted prefixes go to a file there and come back on a hit.
+            spill_dir, spill_bytes: a folder and a size, both or neither: evicted prefixes go to a file there and come
+                back on a hit.
             fingerprint: names the model; files that were saved under another one are refused.
-            clock: seconds since any fixed point; for tests of what expires. None: the system's monotonic clock.
+            clock: seconds since any fixed point, at least 0; for tests of what expires. None: the system's monotonic
+                clock.
 
         Raises:
             InvalidArgument: a size, dtype or scale out of range.
@@ -300,7 +304,7 @@ class KVCache:
         most all tokens but the last are reused, so that at least one is computed.
 
         Args:
-            token_ids: at least one id.
+            token_ids: 1 to 2^27 ids, 0 to 2^32 - 2.
             salt: whose tokens these are (a tenant). Sequences share blocks only if their salts are equal, and so for
                 adapter and extra; None differs from an empty one.
             adapter: identity of the adapter (LoRA) that computes them; another file under the same name is another one.
@@ -313,11 +317,12 @@ class KVCache:
             priority: 0 to 100: where space is needed lower ones are evicted first. None: 50.
 
         Raises:
-            InvalidArgument: no tokens, or an id out of range. TypeError: not integers.
+            InvalidArgument: no tokens, too many, or an id out of range. TypeError: not integers. OutOfMemory: the
+                system refuses the memory for them; no sequence was added.
         """
 
     def append(self, seq: Sequence, token_ids: _Sequence[int] | npt.NDArray[Any]) -> None:
-        """Add token ids that have no K and V yet, such as a sampled token."""
+        """Add token ids that have no K and V yet, such as a sampled token; at most 2^27 at once. All or nothing."""
 
     def plan(self, items: _Iterable[tuple[Sequence, int]]) -> Batch:
         """Take slots for the next n tokens of each ``(seq, n)`` that have no K and V yet, all or nothing.
@@ -327,7 +332,7 @@ class KVCache:
 
         Raises:
             OutOfBlocks: a pool lacks blocks; nothing was changed.
-            InvalidArgument: n below 1 or above the tokens without K and V, or a sequence twice.
+            InvalidArgument: n below 1 or above the tokens without K and V, a sequence twice, or more than 2^20 pairs.
         """
 
     def write(self, layer: int, batch: Batch, k: _Floats, v: _Floats | None = None) -> None:
@@ -427,7 +432,7 @@ class KVCache:
         layer: int,
         batch: Batch,
         q: _Floats,
-        index: int = 0,
+        index: int | None = None,
         rows: _Iterable[int] | None = None,
         heads: _Iterable[int] | None = None,
         *,
@@ -478,7 +483,10 @@ class KVCache:
 
         Args:
             seqs: the beams, each once.
-            parents: indices into ``seqs``, any number of them.
+            parents: indices into ``seqs``, 1 to 65536 of them.
+
+        Raises:
+            InvalidArgument: no parents or too many, an index out of range, or a sequence twice. OutOfMemory.
         """
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
@@ -500,6 +508,10 @@ class KVCache:
         Args:
             num_tokens: None: all tokens.
             ttl, priority: as for ``add``. Parents of a block outlive it: they are kept at least as long.
+
+        Raises:
+            InvalidState: the sequence shares no prefixes: ``use_prefix=False``, prefix caching is off, or there are
+                cross layers and it was added without ``extra``.
         """
 
     def pin(self, seq: Sequence, num_tokens: int | None = None) -> Pin:
@@ -510,6 +522,7 @@ class KVCache:
 
         Raises:
             PinLimit: more than ``max_pinned_fraction`` of a pool would be pinned. InvalidArgument: not computed.
+            InvalidState: the sequence shares no prefixes.
         """
 
     def unpin(self, pin: Pin) -> None:

@@ -16,6 +16,7 @@ A panel for each group: on the left the sequences with their block tables, on th
 from __future__ import annotations
 
 import operator
+import os
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -27,7 +28,6 @@ from kvcore.viz.snapshot import CACHED, GONE, PINNED, STATES, USED, VACANT, Grou
 from kvcore.viz.svg import INK, LINE, PALE, PAPER, SOFT, Svg, shorten
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
 
 # Paul Tol's light scheme: told apart with every kind of colour blindness, and black text reads on all of them.
@@ -53,7 +53,13 @@ class BlockMap:
     """The SVG document."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the SVG to a file."""
+        """Write the SVG to a file whose name ends with .svg.
+
+        Raises:
+            InvalidArgument: another ending, by which others would take the file for what it is not.
+        """
+        if Path(path).suffix.lower() != ".svg":
+            raise InvalidArgument(f"path: expected a name that ends with .svg, got {os.fspath(path)!r}")
         Path(path).write_text(self.svg, encoding="utf-8")
 
     def _repr_svg_(self) -> str:

@@ -3,13 +3,13 @@
 
 use kvcore::Error;
 use numpy::{
-    Element, PyArray, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray,
-    PyUntypedArrayMethods,
+    Element, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray, PyUntypedArrayMethods,
 };
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyBytes, PyString};
+use pyo3::types::IntoPyDict;
 
+use crate::arguments::wrong_type;
 use crate::error::invalid;
 
 /// A float32 array `[d0, d1, ..]`, contiguous. float16 and, of ml_dtypes, bfloat16 and fp8 are widened, which is exact; other
@@ -96,10 +96,7 @@ impl Size<'_> {
     /// `InvalidArgument` for a negative or too large one, `TypeError` for what is no integer (True is none).
     pub fn get(&self, name: &str) -> PyResult<usize> {
         let (value, py) = (&self.0, self.0.py());
-        let no_integer = || {
-            let got = value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-            PyTypeError::new_err(format!("{name}: expected an integer, got {got}"))
-        };
+        let no_integer = || wrong_type(name, "an integer", value);
         if value.is_instance_of::<pyo3::types::PyBool>() {
             return Err(no_integer());
         }
@@ -146,73 +143,8 @@ pub fn weights<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<(Weights<
     Ok((weights, outputs, inputs))
 }
 
-/// Token ids: a sequence or an array of integers from 0 to 2^32 - 2.
-pub fn token_ids(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let out_of_range = |id: &str| invalid(format!("{name}: expected ids from 0 to {}, got {id}", u32::MAX - 1));
-    let checked =
-        |id: i64| u32::try_from(id).ok().filter(|&id| id < u32::MAX).ok_or_else(|| out_of_range(&id.to_string()));
-    if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
-        return Err(PyTypeError::new_err(format!(
-            "{name}: expected a sequence of integers, got {}",
-            value.get_type().name()?
-        )));
-    }
-    if let Ok(array) = value.cast::<PyUntypedArray>() {
-        check_shape(name, array.shape(), &[None])?;
-        if let Ok(ids) = array.cast::<PyArray<u32, numpy::Ix1>>() {
-            return ids.try_readonly()?.as_array().iter().map(|&id| checked(i64::from(id))).collect();
-        }
-        if let Ok(ids) = array.cast::<PyArray<i32, numpy::Ix1>>() {
-            return ids.try_readonly()?.as_array().iter().map(|&id| checked(i64::from(id))).collect();
-        }
-        let kind: String = array.dtype().getattr("kind")?.extract()?;
-        if kind != "i" && kind != "u" {
-            return Err(PyTypeError::new_err(format!("{name}: expected integers, got {}", array.dtype())));
-        }
-        let wide = array.call_method1("astype", ("int64",))?;
-        let ids = wide.cast::<PyArray<i64, numpy::Ix1>>()?;
-        return ids.try_readonly()?.as_array().iter().map(|&id| checked(id)).collect();
-    }
-    let not_integer = |item: &Bound<'_, PyAny>| {
-        PyTypeError::new_err(format!(
-            "{name}: expected integers, got {}",
-            item.repr().map_or_else(|_| "something else".into(), |r| r.to_string())
-        ))
-    };
-    // Only a hint: an object may claim any length.
-    let hint = value.len().unwrap_or(0);
-    if hint > u32::MAX as usize {
-        return Err(invalid(format!("{name}: expected at most {} ids, got {hint}", u32::MAX)));
-    }
-    let mut ids = Vec::with_capacity(hint.min(1 << 16));
-    let items = value.try_iter().map_err(|_| {
-        PyTypeError::new_err(format!(
-            "{name}: expected a sequence of integers, got {}",
-            value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string())
-        ))
-    })?;
-    for item in items {
-        let item = item?;
-        if item.is_instance_of::<pyo3::types::PyBool>() {
-            return Err(not_integer(&item));
-        }
-        match item.extract::<i64>() {
-            Ok(id) => ids.push(checked(id)?),
-            Err(e) if e.is_instance_of::<PyOverflowError>(value.py()) => {
-                return Err(out_of_range("one beyond 64 bits"));
-            }
-            Err(e) if e.is_instance_of::<PyTypeError>(value.py()) => return Err(not_integer(&item)),
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(ids)
-}
-
 fn as_array<'py>(name: &str, value: &Bound<'py, PyAny>, what: &str) -> PyResult<Bound<'py, PyUntypedArray>> {
-    value.cast::<PyUntypedArray>().cloned().map_err(|_| {
-        let got = value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-        PyTypeError::new_err(format!("{name}: expected a numpy array of {what}, got {got}"))
-    })
+    value.cast::<PyUntypedArray>().cloned().map_err(|_| wrong_type(name, &format!("a numpy array of {what}"), value))
 }
 
 fn dtype_name(array: &Bound<'_, PyUntypedArray>) -> PyResult<String> {
@@ -224,7 +156,8 @@ fn dtype_name(array: &Bound<'_, PyUntypedArray>) -> PyResult<String> {
     dtype.getattr("name")?.extract()
 }
 
-fn check_shape(name: &str, got: &[usize], expected: &[Option<usize>]) -> PyResult<()> {
+/// Whether the shape is the expected one; `None` takes any extent.
+pub fn check_shape(name: &str, got: &[usize], expected: &[Option<usize>]) -> PyResult<()> {
     let fits = got.len() == expected.len() && got.iter().zip(expected).all(|(g, e)| e.is_none_or(|e| e == *g));
     if fits {
         return Ok(());

@@ -1,9 +1,11 @@
 //! Python bindings: an export list only.
 #![forbid(unsafe_code)]
 
+mod arguments;
 mod arrays;
 mod cache;
 mod error;
+mod ids;
 mod linear;
 mod ops;
 mod runtime;
@@ -26,6 +28,7 @@ mod _kvcore {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        module.add("__version__", env!("CARGO_PKG_VERSION"))
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        runtime::watch_forks(module.py())
     }
 }

@@ -5,6 +5,7 @@ use kvcore::linear::{Arena, Linear, WeightDtype, WeightsIn, gated_linear_add, no
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
+use crate::arguments::of;
 use crate::arrays::{Weights, floats, floats_in_place, weights, zeros};
 use crate::error::{detached, invalid};
 use crate::runtime::PyThreads;
@@ -43,7 +44,7 @@ impl PyLinear {
         py: Python<'_>,
         weight: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
-        dtype: &str,
+        #[pyo3(from_py_with = of::dtype)] dtype: &str,
         threads: Option<&PyThreads>,
         arena: Option<&PyArena>,
     ) -> PyResult<Self> {

@@ -125,7 +125,7 @@ pub fn e4m3_decode<'py>(
 }
 
 fn fp8_scale(scale: f64) -> PyResult<f32> {
-    kvcore::storage::check_scale("scale", scale as f32).map_err(to_python)
+    kvcore::storage::check_scale("scale", scale).map_err(to_python)
 }
 
 /// The naive oracle, causal: q [rows, q heads, d] are the last rows of k, v [tokens, kv heads, d]; sums in float64.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvcore::simd::Level;
 use kvcore::threads::Threads;
 use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyCFunction};
 
 use crate::arrays::Size;
 use crate::error::to_python;
@@ -69,4 +70,14 @@ pub fn simd() -> PyResult<&'static str> {
 #[pyfunction]
 pub fn available_simd() -> Vec<&'static str> {
     Level::available().iter().map(Level::name).collect()
+}
+
+/// Locks learn of forks from Python, whose business they are: asking the system at every call would take longer than the
+/// calls.
+pub fn watch_forks(py: Python<'_>) -> PyResult<()> {
+    // Windows has none.
+    let Some(register) = py.import("os")?.getattr_opt("register_at_fork")? else { return Ok(()) };
+    let forked = PyCFunction::new_closure(py, None, None, |_, _| crate::cache::forked())?;
+    register.call((), Some(&[("after_in_child", forked)].into_py_dict(py)?))?;
+    Ok(())
 }

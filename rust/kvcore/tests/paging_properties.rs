@@ -347,9 +347,10 @@ impl World {
             Op::Mark { seq, len, retention } => {
                 let Some(at) = self.pick(*seq) else { return };
                 let (id, known) = (self.seqs[at].id, self.seqs[at].tokens.len());
+                let shares = self.seqs[at].use_prefix && self.config.enable_prefix_caching;
                 let len = len % (known + 2);
                 let result = self.manager.mark(id, len, to_retention(*retention));
-                assert_eq!(result.is_ok(), (1..=known).contains(&len));
+                assert_eq!(result.is_ok(), (1..=known).contains(&len) && shares, "{result:?}");
                 self.renewed = self.now;
             }
             Op::Pin { seq, len } => self.pin(*seq, *len),

@@ -2,10 +2,10 @@
 #![forbid(unsafe_code)]
 
 use kvcore::cache::{GroupKind, GroupSpec};
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::arguments::{of, wrong_type};
 use crate::arrays::Size;
 use crate::error::invalid;
 
@@ -41,7 +41,7 @@ impl PyKvGroup {
         rank = None, rope_dim = None, num_blocks = None))]
     #[expect(clippy::too_many_arguments, reason = "the public signature")]
     fn new(
-        kind: &str,
+        #[pyo3(from_py_with = of::kind)] kind: &str,
         layers: &Bound<'_, PyAny>,
         num_kv_heads: Option<Size<'_>>,
         head_dim: Option<Size<'_>>,
@@ -114,22 +114,26 @@ impl PyKvGroup {
 impl PyKvGroup {
     /// Groups as the argument of a cache gives them: a sequence of groups, or of dicts of a group's arguments.
     pub fn list(groups: &Bound<'_, PyAny>) -> PyResult<Vec<Self>> {
-        let wrong = |got: &Bound<'_, PyAny>| {
-            let got = got.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-            PyTypeError::new_err(format!("groups: expected a list of KVGroup, got {got}"))
-        };
-        let items = groups.try_iter().map_err(|_| wrong(groups))?;
-        items
-            .map(|item| {
-                let item = item?;
-                if let Ok(group) = item.cast::<Self>() {
-                    return Ok(group.get().clone());
+        let wrong = |got: &Bound<'_, PyAny>| wrong_type("groups", "a list of KVGroup", got);
+        let (mut list, mut num_layers) = (Vec::new(), 0);
+        for item in groups.try_iter().map_err(|_| wrong(groups))? {
+            let item = item?;
+            let group = match item.cast::<Self>() {
+                Ok(group) => group.clone(),
+                Err(_) => {
+                    let arguments = item.cast::<PyDict>().map_err(|_| wrong(&item))?;
+                    let made = item.py().get_type::<Self>().call((), Some(arguments))?;
+                    made.cast_into::<Self>().map_err(|_| wrong(&item))?
                 }
-                let arguments = item.cast::<PyDict>().map_err(|_| wrong(&item))?;
-                let made = item.py().get_type::<Self>().call((), Some(arguments))?;
-                Ok(made.cast::<Self>().map_err(|_| wrong(&item))?.get().clone())
-            })
-            .collect()
+            };
+            // Each layer is in one group, so this bounds the groups of an iterator that never ends, too.
+            num_layers += group.get().layers.len();
+            if num_layers > MAX_LAYERS {
+                return Err(invalid(format!("groups: expected at most {MAX_LAYERS} layers in all of them, got more")));
+            }
+            list.push(group.get().clone());
+        }
+        Ok(list)
     }
 
     /// The group with everything that it left to its cache filled in.
@@ -178,10 +182,7 @@ impl PyKvGroup {
 }
 
 fn layer_ids(layers: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
-    let items = layers.try_iter().map_err(|_| {
-        let got = layers.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-        PyTypeError::new_err(format!("layers: expected a sequence of integers, got {got}"))
-    })?;
+    let items = layers.try_iter().map_err(|_| wrong_type("layers", "a sequence of integers", layers))?;
     let mut ids = Vec::new();
     for item in items {
         let id = item?.extract::<Size<'_>>().unwrap_or_else(|never| match never {}).get("layers")?;

@@ -11,14 +11,14 @@ mod view;
 
 use std::cell::Cell;
 use std::path::PathBuf;
-use std::sync::{Arc, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::attention::Output;
 use kvcore::cache::{CacheConfig, Ended, GroupKind, KvCache};
-use kvcore::paging::{AddOptions, Key, Retention, SeqId, hash_block};
+use kvcore::paging::{AddOptions, Key, PinId, Retention, SeqId, hash_block};
 use kvcore::storage::{KvDtype, Layout, ScaleMode};
-use kvcore::threads::ShouldStop;
+use kvcore::threads::{NEVER, ShouldStop};
 use kvcore::{Error, Result};
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::IntoPyObjectExt;
@@ -28,14 +28,18 @@ use pyo3::types::{PyDict, PyList, PyString};
 
 pub use group::PyKvGroup;
 pub use handles::{PyBatch, PyPin, PySequence};
+use handles::{batch, pin, plan_items, seq};
+pub use lock::forked;
 pub use view::PyTileView;
 
-use crate::arrays::{Size, floats, token_ids, zeros};
+use crate::arguments::{of, text, wrong_type};
+use crate::arrays::{Size, floats, zeros};
 use crate::error::{detached, invalid, to_python};
+use crate::ids::{self, indices, room};
 use crate::runtime::PyThreads;
 use group::Defaults;
-use lock::locked_or_busy;
-use options::{Ttl, key, retention, seconds, set_scales};
+use lock::Shared;
+use options::{Ttl, block_size, key, retention, seconds, set_scales};
 use report::{Counts, Snapshot, events, nbytes, table};
 use scores::{ScoreArrays, chosen, queries};
 
@@ -44,7 +48,7 @@ use scores::{ScoreArrays, chosen, queries};
 /// Calls from several threads are safe: reads run side by side, changes one at a time.
 #[pyclass(name = "KVCache", module = "kvcore._kvcore", frozen)]
 pub struct PyKvCache {
-    cache: RwLock<Option<KvCache>>,
+    cache: Shared<Option<KvCache>>,
     groups: Vec<PyKvGroup>,
     kinds: Vec<&'static str>,
     layouts: Vec<Option<Layout>>,
@@ -57,34 +61,57 @@ pub struct PyKvCache {
 }
 
 impl PyKvCache {
-    fn with<T>(&self, f: impl FnOnce(&KvCache) -> Result<T>) -> Result<T> {
-        // What views have given up is free if that means no waiting; whoever takes blocks sees to it anyway.
+    /// What views have given up is free if that means no waiting; whoever takes blocks sees to it anyway.
+    fn reclaim_views(&self) {
         if !self.ended_views.is_empty()
-            && let Ok(mut cache) = self.cache.try_write()
+            && let Some(mut cache) = self.cache.try_change()
             && let Some(cache) = cache.as_mut()
         {
             cache.reclaim_views();
         }
-        let cache = locked_or_busy(|| self.cache.read(), || self.cache.try_read())?;
-        f(cache.as_ref().ok_or_else(closed)?)
     }
 
-    fn with_mut<T>(&self, f: impl FnOnce(&mut KvCache) -> Result<T>) -> Result<T> {
-        let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
-        f(cache.as_mut().ok_or_else(closed)?)
+    /// A short read.
+    fn look<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&KvCache) -> Result<T> + Send) -> PyResult<T> {
+        detached(py, |should_stop| {
+            self.reclaim_views();
+            f(self.cache.look(should_stop)?.as_ref().ok_or_else(closed)?)
+        })
     }
 
-    fn look<T: Send>(
+    /// A read that may take long.
+    fn look_long<T: Send>(
         &self,
         py: Python<'_>,
         f: impl FnOnce(&KvCache, ShouldStop<'_>) -> Result<T> + Send,
     ) -> PyResult<T> {
-        detached(py, |should_stop| self.with(|cache| f(cache, should_stop)))
+        detached(py, |should_stop| {
+            self.reclaim_views();
+            f(self.cache.look_long(should_stop)?.as_ref().ok_or_else(closed)?, should_stop)
+        })
+    }
+
+    /// A short read that would rather be a change, and is one if that means no waiting: then it is told what time it is.
+    fn look_now<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&KvCache) -> Result<T> + Send) -> PyResult<T> {
+        let now = self.now(py)?;
+        detached(py, |should_stop| {
+            if let Some(mut cache) = self.cache.try_change()
+                && let Some(cache) = cache.as_mut()
+            {
+                tell(cache, now);
+                return f(cache);
+            }
+            f(self.cache.look(should_stop)?.as_ref().ok_or_else(closed)?)
+        })
     }
 
     /// A change that takes no time into account.
-    fn change<T: Send>(&self, py: Python<'_>, f: impl FnOnce(&mut KvCache) -> Result<T> + Send) -> PyResult<T> {
-        detached(py, |_| self.with_mut(f))
+    fn change<T: Send>(
+        &self,
+        py: Python<'_>,
+        f: impl FnOnce(&mut KvCache, ShouldStop<'_>) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        detached(py, |should_stop| f(self.cache.change(should_stop)?.as_mut().ok_or_else(closed)?, should_stop))
     }
 
     /// A change before which the cache is told what time it is.
@@ -94,11 +121,9 @@ impl PyKvCache {
         f: impl FnOnce(&mut KvCache, ShouldStop<'_>) -> Result<T> + Send,
     ) -> PyResult<T> {
         let now = self.now(py)?;
-        detached(py, |should_stop| {
-            self.with_mut(|cache| {
-                tell(cache, now);
-                f(cache, should_stop)
-            })
+        self.change(py, |cache, should_stop| {
+            tell(cache, now);
+            f(cache, should_stop)
         })
     }
 
@@ -142,7 +167,7 @@ impl PyKvCache {
         py: Python<'py>,
         of: fn(&kvcore::storage::Scales) -> &Vec<f32>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let config = self.look(py, |cache, _| Ok(cache.config().clone())).unwrap_or_else(|_| self.config.clone());
+        let config = self.look(py, |cache| Ok(cache.config().clone())).unwrap_or_else(|_| self.config.clone());
         let scales = |layer: usize| -> Vec<f32> {
             for spec in &config.groups {
                 if let Some(at) = spec.layers.iter().position(|&l| l == layer) {
@@ -200,23 +225,23 @@ impl PyKvCache {
         num_kv_heads: Option<Size<'_>>,
         head_dim: Option<Size<'_>>,
         num_blocks: Option<Size<'_>>,
-        block_size: i64,
-        dtype: &str,
+        #[pyo3(from_py_with = block_size)] block_size: usize,
+        #[pyo3(from_py_with = of::dtype)] dtype: &str,
         k_scale: Option<&Bound<'_, PyAny>>,
         v_scale: Option<&Bound<'_, PyAny>>,
-        scale_mode: Option<&str>,
+        #[pyo3(from_py_with = of::scale_mode)] scale_mode: Option<&str>,
         groups: Option<&Bound<'_, PyAny>>,
         num_threads: Option<Size<'_>>,
         threads: Option<&PyThreads>,
-        enable_prefix_caching: bool,
+        #[pyo3(from_py_with = of::enable_prefix_caching)] enable_prefix_caching: bool,
         min_prefix_tokens: Option<Size<'_>>,
         prefix_ttl: Ttl<'_>,
-        max_pinned_fraction: f64,
+        #[pyo3(from_py_with = of::max_pinned_fraction)] max_pinned_fraction: f64,
         max_rollback: Option<Size<'_>>,
         max_events: Option<Size<'_>>,
-        spill_dir: Option<PathBuf>,
+        #[pyo3(from_py_with = of::spill_dir)] spill_dir: Option<PathBuf>,
         spill_bytes: Option<Size<'_>>,
-        fingerprint: &str,
+        #[pyo3(from_py_with = of::fingerprint)] fingerprint: &str,
         clock: Option<Py<PyAny>>,
         _equal_hashes: bool,
     ) -> PyResult<Self> {
@@ -228,8 +253,6 @@ impl PyKvCache {
             num_blocks: get("num_blocks", num_blocks)?,
         };
         let dtype: KvDtype = dtype.parse().map_err(to_python)?;
-        let block_size = usize::try_from(block_size)
-            .map_err(|_| invalid(format!("block_size: expected at least 16, got {block_size}")))?;
         let groups = match groups {
             Some(groups) => PyKvGroup::list(groups)?,
             None => vec![whole(num_layers, defaults)?],
@@ -247,7 +270,12 @@ impl PyKvCache {
         config.max_rollback = get("max_rollback", max_rollback)?.unwrap_or(0);
         config.max_events = get("max_events", max_events)?.unwrap_or(0);
         config.max_pinned_fraction = max_pinned_fraction;
-        config.spill_bytes = get("spill_bytes", spill_bytes)?.unwrap_or(0);
+        config.spill_bytes = match get("spill_bytes", spill_bytes)? {
+            None if spill_dir.is_some() => {
+                return Err(invalid("spill_bytes: expected the size of the file beside spill_dir, got None".into()));
+            }
+            bytes => bytes.unwrap_or(0),
+        };
         config.fingerprint = fingerprint.into();
         if let Some(retention) = retention("prefix_ttl", &prefix_ttl, None, config.retention)? {
             config.retention = retention;
@@ -272,7 +300,7 @@ impl PyKvCache {
             bytes_per_token: cache.bytes_per_token(),
             nbytes: nbytes(&cache),
             ended_views: cache.ended_views().clone(),
-            cache: RwLock::new(Some(cache)),
+            cache: Shared::new(Some(cache)),
             groups,
             config,
             threads,
@@ -290,12 +318,12 @@ impl PyKvCache {
         salt: Option<&Bound<'_, PyAny>>,
         adapter: Option<&Bound<'_, PyAny>>,
         extra: Option<&Bound<'_, PyAny>>,
-        use_prefix: bool,
+        #[pyo3(from_py_with = of::use_prefix)] use_prefix: bool,
         min_prefix_tokens: Option<Size<'_>>,
         ttl: Ttl<'_>,
         priority: Option<Size<'_>>,
     ) -> PyResult<PySequence> {
-        let ids = self::token_ids("token_ids", token_ids)?;
+        let ids = ids::token_ids("token_ids", token_ids)?;
         let (salt, adapter, extra) = (key("salt", salt)?, key("adapter", adapter)?, key("extra", extra)?);
         let min_prefix_tokens = min_prefix_tokens.map(|n| n.get("min_prefix_tokens")).transpose()?;
         let retention = self.retention(&ttl, priority)?;
@@ -308,27 +336,18 @@ impl PyKvCache {
         })
     }
 
-    fn append(&self, py: Python<'_>, seq: &PySequence, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        let ids = self::token_ids("token_ids", token_ids)?;
-        self.change(py, |cache| cache.append(seq.id, &ids))
+    fn append(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        token_ids: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let ids = ids::token_ids("token_ids", token_ids)?;
+        self.change(py, |cache, _| cache.append(seq, &ids))
     }
 
     fn plan(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<PyBatch> {
-        // Item by item: a Vec argument would reserve whatever length an object claims to have.
-        let pairs = items.try_iter().map_err(|_| {
-            let got = items.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-            PyTypeError::new_err(format!("plan: expected a list of (sequence, new tokens) pairs, got {got}"))
-        })?;
-        let items: Vec<(SeqId, usize)> = pairs
-            .map(|pair| {
-                let pair = pair?;
-                let (seq, n): (PyRef<'_, PySequence>, Size<'_>) = pair.extract().map_err(|e| match pair.len() {
-                    Ok(2) => e,
-                    _ => PyTypeError::new_err(format!("plan: expected (sequence, new tokens) pairs: {e}")),
-                })?;
-                Ok((seq.id, n.get("plan: new tokens")?))
-            })
-            .collect::<PyResult<_>>()?;
+        let items = plan_items(items)?;
         Ok(PyBatch::new(self.change_now(py, |cache, _| cache.plan(&items))?))
     }
 
@@ -337,10 +356,11 @@ impl PyKvCache {
         &self,
         py: Python<'_>,
         layer: Size<'_>,
-        batch: &PyBatch,
+        #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>,
         k: &Bound<'_, PyAny>,
         v: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let batch = batch.get();
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
         let k = floats("k", k, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.k_dim)])?;
@@ -352,14 +372,14 @@ impl PyKvCache {
             Some(v) => Some(floats("v", v, &[Some(batch.num_tokens), Some(l.num_kv_heads), Some(l.v_dim)])?),
         };
         let (k, v) = (k.as_slice()?, v.as_ref().map(|v| v.as_slice()).transpose()?);
-        self.change(py, |cache| cache.write(layer, &mut *batch.change()?, k, v))
+        self.change(py, |cache, should_stop| cache.write(layer, &mut *batch.change(should_stop)?, k, v))
     }
 
     fn write_cross(
         &self,
         py: Python<'_>,
         layer: Size<'_>,
-        seq: &PySequence,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
@@ -368,7 +388,7 @@ impl PyKvCache {
         let k = floats("k", k, &[None, Some(l.num_kv_heads), Some(l.k_dim)])?;
         let v = floats("v", v, &[Some(k.shape()[0]), Some(l.num_kv_heads), Some(l.v_dim)])?;
         let (k, v) = (k.as_slice()?, v.as_slice()?);
-        self.change(py, |cache| cache.write_cross(layer, seq.id, k, v))
+        self.change(py, |cache, _| cache.write_cross(layer, seq, k, v))
     }
 
     #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None, *, alibi_slopes = None,
@@ -378,26 +398,27 @@ impl PyKvCache {
         &self,
         py: Python<'py>,
         layer: Size<'_>,
-        batch: &PyBatch,
+        #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>,
         q: &Bound<'py, PyAny>,
-        scale: Option<f64>,
+        #[pyo3(from_py_with = of::scale)] scale: Option<f32>,
         window: Option<Size<'py>>,
-        softcap: Option<f64>,
+        #[pyo3(from_py_with = of::softcap)] softcap: Option<f32>,
         sinks: Option<&Bound<'py, PyAny>>,
         alibi_slopes: Option<&Bound<'py, PyAny>>,
         position_bias: Option<&Bound<'py, PyAny>>,
         return_lse: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let batch = batch.get();
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
         let (q, heads) = queries(q, batch.num_tokens, l.k_dim)?;
         let scores = ScoreArrays::new(heads, scale, window, softcap, sinks, alibi_slopes, position_bias)?;
         let (q, options) = (q.as_slice()?, scores.options()?);
-        let (out, lse) = self.look(py, |cache, should_stop| {
+        let (out, lse) = self.look_long(py, |cache, should_stop| {
             let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
             let mut lse = if return_lse { Some(zeros(batch.num_tokens, heads)?) } else { None };
             let output = Output { out: &mut out, lse: lse.as_deref_mut() };
-            cache.attend(layer, &*batch.look()?, heads, options, q, output, should_stop)?;
+            cache.attend(layer, &*batch.look(should_stop)?, heads, options, q, output, should_stop)?;
             Ok((out, lse))
         })?;
         let out = PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])?;
@@ -414,18 +435,19 @@ impl PyKvCache {
         &self,
         py: Python<'py>,
         layer: Size<'_>,
-        batch: &PyBatch,
+        #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>,
         q: &Bound<'py, PyAny>,
         index: Option<Size<'py>>,
         rows: Option<&Bound<'py, PyAny>>,
         heads: Option<&Bound<'py, PyAny>>,
-        scale: Option<f64>,
+        #[pyo3(from_py_with = of::scale)] scale: Option<f32>,
         window: Option<Size<'py>>,
-        softcap: Option<f64>,
+        #[pyo3(from_py_with = of::softcap)] softcap: Option<f32>,
         sinks: Option<&Bound<'py, PyAny>>,
         alibi_slopes: Option<&Bound<'py, PyAny>>,
         position_bias: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray3<f32>>> {
+        let batch = batch.get();
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
         let (q, q_heads) = queries(q, batch.num_tokens, l.k_dim)?;
@@ -434,26 +456,31 @@ impl PyKvCache {
         let index = index.map_or(Ok(0), |index| index.get("index"))?;
         let rows = chosen("rows", rows)?;
         let heads = chosen("heads", heads)?.unwrap_or_else(|| (0..q_heads).collect());
-        let (count, tokens, weights) = self.look(py, |cache, should_stop| {
-            let batch = batch.look()?;
+        let (count, tokens, weights) = self.look_long(py, |cache, should_stop| {
+            let batch = batch.look(should_stop)?;
             let rows = rows.unwrap_or_else(|| (0..batch.num_tokens_of(index)).collect());
             let chosen = (index, &rows[..], &heads[..]);
-            let (tokens, weights) =
-                cache.attention_weights(layer, &batch, q_heads, options, q, chosen, should_stop)?;
+            let (tokens, weights) = cache.attention_weights(layer, &batch, q_heads, options, q, chosen, should_stop)?;
             Ok((rows.len(), tokens, weights))
         })?;
         PyArray1::from_vec(py, weights).reshape([count, heads.len(), tokens])
     }
 
-    fn commit(&self, py: Python<'_>, batch: &PyBatch) -> PyResult<()> {
-        self.change_now(py, |cache, _| cache.commit(&*batch.look()?))
+    fn commit(&self, py: Python<'_>, #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>) -> PyResult<()> {
+        let batch = batch.get();
+        self.change_now(py, |cache, should_stop| cache.commit(&*batch.look(should_stop)?))
     }
 
     #[pyo3(signature = (seq, n = None))]
-    fn fork<'py>(&self, py: Python<'py>, seq: &PySequence, n: Option<Size<'_>>) -> PyResult<Bound<'py, PyAny>> {
+    fn fork<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        n: Option<Size<'_>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let Some(n) = n else {
-            let child = self.change(py, |cache| {
-                let id = cache.fork(seq.id)?;
+            let child = self.change(py, |cache, _| {
+                let id = cache.fork(seq)?;
                 Self::make_sequence(cache, id)
             })?;
             return Ok(Bound::new(py, child)?.into_any());
@@ -462,14 +489,19 @@ impl PyKvCache {
         if n > MAX_FORKS {
             return Err(invalid(format!("n: expected at most {MAX_FORKS}, got {n}")));
         }
-        let children = self.change(py, |cache| {
-            cache.manager().num_tokens(seq.id)?;
-            (0..n)
-                .map(|_| {
-                    let id = cache.fork(seq.id)?;
-                    Self::make_sequence(cache, id)
-                })
-                .collect::<Result<Vec<_>>>()
+        let children = self.change(py, |cache, _| {
+            cache.manager().num_tokens(seq)?;
+            let mut children = Vec::with_capacity(n);
+            for _ in 0..n {
+                match cache.fork(seq).and_then(|id| Self::make_sequence(cache, id)) {
+                    Ok(child) => children.push(child),
+                    Err(error) => {
+                        children.iter().try_for_each(|child: &PySequence| cache.free(child.id))?;
+                        return Err(error);
+                    }
+                }
+            }
+            Ok(children)
         })?;
         let children: Vec<_> = children.into_iter().map(|child| Bound::new(py, child)).collect::<PyResult<_>>()?;
         Ok(PyList::new(py, children)?.into_any())
@@ -481,37 +513,29 @@ impl PyKvCache {
         seqs: &Bound<'_, PyAny>,
         parents: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<PySequence>> {
-        let seqs: Vec<SeqId> = seqs
-            .try_iter()?
-            .map(|seq| {
-                let seq = seq?;
-                let seq = seq.cast::<PySequence>().map_err(|_| {
-                    PyTypeError::new_err("reorder: expected a list of sequences for seqs, got something else in it")
-                })?;
-                Ok(seq.get().id)
-            })
-            .collect::<PyResult<_>>()?;
-        let parents: Vec<usize> = token_ids("parents", parents)?.into_iter().map(|parent| parent as usize).collect();
+        let seqs = handles::seqs(seqs)?;
+        let parents = indices("parents", parents, seqs.len(), MAX_FORKS)?;
+        let parents: Vec<usize> = parents.into_iter().map(|parent| parent as usize).collect();
         self.change_now(py, |cache, _| {
             let ids = cache.reorder(&seqs, &parents)?;
             ids.into_iter().map(|id| Self::make_sequence(cache, id)).collect()
         })
     }
 
-    fn truncate(&self, py: Python<'_>, seq: &PySequence, num_tokens: Size<'_>) -> PyResult<()> {
+    fn truncate(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId, num_tokens: Size<'_>) -> PyResult<()> {
         let n = num_tokens.get("num_tokens")?;
-        self.change_now(py, |cache, _| cache.truncate(seq.id, n))
+        self.change_now(py, |cache, _| cache.truncate(seq, n))
     }
 
-    fn free(&self, py: Python<'_>, seq: &PySequence) -> PyResult<()> {
-        self.change_now(py, |cache, _| cache.free(seq.id))
+    fn free(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.free(seq))
     }
 
     #[pyo3(signature = (seq, num_tokens = None, *, ttl = Ttl::Default, priority = None))]
     fn mark(
         &self,
         py: Python<'_>,
-        seq: &PySequence,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
         num_tokens: Option<Size<'_>>,
         ttl: Ttl<'_>,
         priority: Option<Size<'_>>,
@@ -519,36 +543,39 @@ impl PyKvCache {
         let n = num_tokens.map(|n| n.get("num_tokens")).transpose()?;
         let retention = self.retention(&ttl, priority)?.unwrap_or(self.config.retention);
         self.change_now(py, |cache, _| {
-            let n = n.map_or_else(|| cache.manager().num_tokens(seq.id), Ok)?;
-            cache.mark(seq.id, n, retention)
+            let n = n.map_or_else(|| cache.manager().num_tokens(seq), Ok)?;
+            cache.mark(seq, n, retention)
         })
     }
 
     #[pyo3(signature = (seq, num_tokens = None))]
-    fn pin(&self, py: Python<'_>, seq: &PySequence, num_tokens: Option<Size<'_>>) -> PyResult<PyPin> {
+    fn pin(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        num_tokens: Option<Size<'_>>,
+    ) -> PyResult<PyPin> {
         let n = num_tokens.map(|n| n.get("num_tokens")).transpose()?;
         self.change_now(py, |cache, _| {
-            let num_tokens = n.map_or_else(|| cache.manager().num_computed_tokens(seq.id), Ok)?;
-            Ok(PyPin { id: cache.pin(seq.id, num_tokens)?, num_tokens })
+            let num_tokens = n.map_or_else(|| cache.manager().num_computed_tokens(seq), Ok)?;
+            Ok(PyPin { id: cache.pin(seq, num_tokens)?, num_tokens })
         })
     }
 
-    fn unpin(&self, py: Python<'_>, pin: &PyPin) -> PyResult<()> {
-        self.change_now(py, |cache, _| cache.unpin(pin.id))
+    fn unpin(&self, py: Python<'_>, #[pyo3(from_py_with = pin)] pin: PinId) -> PyResult<()> {
+        self.change_now(py, |cache, _| cache.unpin(pin))
     }
 
     fn calibrate<'py>(&self, py: Python<'py>, run: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         if !run.is_callable() {
-            return Err(PyTypeError::new_err(format!(
-                "run: expected a callable that runs sample text, got {}",
-                run.get_type().name()?
-            )));
+            return Err(wrong_type("run", "a callable that runs sample text", run));
         }
         self.change_now(py, |cache, _| cache.begin_calibration())?;
         let result = run.call0();
         if result.is_err() {
-            self.change_now(py, |cache, _| {
-                cache.abort_calibration();
+            // Also if that was Ctrl-C, and comes again.
+            detached(py, |_| {
+                self.cache.change(NEVER)?.as_mut().ok_or_else(closed)?.abort_calibration();
                 Ok(())
             })?;
             return result;
@@ -562,12 +589,12 @@ impl PyKvCache {
         &self,
         py: Python<'py>,
         layer: Size<'_>,
-        seq: &PySequence,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
-        let dense = self.look(py, |cache, _| cache.read(layer, seq.id))?;
+        let dense = self.look_long(py, |cache, _| cache.read(layer, seq))?;
         let array = |values: Vec<f32>, width: usize| -> PyResult<Bound<'py, PyAny>> {
             let array = PyArray1::from_vec(py, values).reshape([dense.tokens, l.num_kv_heads, width])?.into_any();
             match dtype {
@@ -578,50 +605,74 @@ impl PyKvCache {
         Ok((array(dense.k, l.k_dim)?, array(dense.v, l.v_dim)?))
     }
 
-    fn view(&self, py: Python<'_>, layer: Size<'_>, seq: &PySequence, index: Size<'_>) -> PyResult<PyTileView> {
+    fn view(
+        &self,
+        py: Python<'_>,
+        layer: Size<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        index: Size<'_>,
+    ) -> PyResult<PyTileView> {
         let (layer, index) = (layer.get("layer")?, index.get("index")?);
         self.layout(layer)?;
-        let view = self.change_now(py, |cache, _| cache.view(layer, seq.id, index))?;
+        let view = self.change_now(py, |cache, _| cache.view(layer, seq, index))?;
         PyTileView::new(py, view)
     }
 
-    fn save(&self, py: Python<'_>, seq: &PySequence, path: PathBuf) -> PyResult<()> {
-        self.look(py, |cache, should_stop| cache.save(seq.id, &path, should_stop))
+    fn save(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        #[pyo3(from_py_with = of::path)] path: PathBuf,
+    ) -> PyResult<()> {
+        self.look_long(py, |cache, should_stop| cache.save(seq, &path, should_stop))
     }
 
-    fn load(&self, py: Python<'_>, path: PathBuf) -> PyResult<PySequence> {
+    fn load(&self, py: Python<'_>, #[pyo3(from_py_with = of::path)] path: PathBuf) -> PyResult<PySequence> {
         self.change_now(py, |cache, should_stop| {
             let id = cache.load(&path, should_stop)?;
             Self::make_sequence(cache, id)
         })
     }
 
-    fn save_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {
+    fn save_prefixes(&self, py: Python<'_>, #[pyo3(from_py_with = of::folder)] folder: PathBuf) -> PyResult<usize> {
         self.change_now(py, |cache, should_stop| cache.save_prefixes(&folder, should_stop))
     }
 
-    fn load_prefixes(&self, py: Python<'_>, folder: PathBuf) -> PyResult<usize> {
+    fn load_prefixes(&self, py: Python<'_>, #[pyo3(from_py_with = of::folder)] folder: PathBuf) -> PyResult<usize> {
         self.change_now(py, |cache, should_stop| cache.load_prefixes(&folder, should_stop))
     }
 
     #[pyo3(signature = (seq, group = None))]
-    fn block_table(&self, py: Python<'_>, seq: &PySequence, group: Option<Size<'_>>) -> PyResult<Vec<i64>> {
+    fn block_table(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        group: Option<Size<'_>>,
+    ) -> PyResult<Vec<i64>> {
         let group = group.map(|group| self.group(&group)).transpose()?.unwrap_or(0);
-        self.look(py, |cache, _| Ok(table(cache.block_table(seq.id, group)?)))
+        self.look(py, |cache| Ok(table(cache.block_table(seq, group)?)))
     }
 
-    fn token_ids<'py>(&self, py: Python<'py>, seq: &PySequence) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let ids =
-            self.look(py, |cache, _| Ok(cache.manager().token_ids(seq.id)?.iter().map(|&id| i64::from(id)).collect()))?;
+    fn token_ids<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let ids = self.look(py, |cache| {
+            let known = cache.manager().token_ids(seq)?;
+            let mut ids = room(known.len(), "the result")?;
+            ids.extend(known.iter().map(|&id| i64::from(id)));
+            Ok(ids)
+        })?;
         Ok(PyArray1::from_vec(py, ids))
     }
 
-    fn num_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
-        self.look(py, |cache, _| cache.manager().num_tokens(seq.id))
+    fn num_tokens(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId) -> PyResult<usize> {
+        self.look(py, |cache| cache.manager().num_tokens(seq))
     }
 
-    fn num_computed_tokens(&self, py: Python<'_>, seq: &PySequence) -> PyResult<usize> {
-        self.look(py, |cache, _| cache.manager().num_computed_tokens(seq.id))
+    fn num_computed_tokens(&self, py: Python<'_>, #[pyo3(from_py_with = seq)] seq: SeqId) -> PyResult<usize> {
+        self.look(py, |cache| cache.manager().num_computed_tokens(seq))
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<()> {
@@ -629,27 +680,18 @@ impl PyKvCache {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let now = self.now(py)?;
-        let counts = detached(py, |_| {
-            // What has expired is swept if that means no waiting: a reader waits for no reader.
-            if let Ok(mut cache) = self.cache.try_write()
-                && let Some(cache) = cache.as_mut()
-            {
-                tell(cache, now);
-                return Counts::of(cache);
-            }
-            self.with(Counts::of)
-        })?;
+        // What has expired is swept if that means no waiting: a reader waits for no reader.
+        let counts = self.look_now(py, Counts::of)?;
         counts.dict(py, &self.kinds)
     }
 
     fn events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let taken = self.change_now(py, |cache, _| Ok(cache.take_events()))?;
+        let taken = self.look_now(py, |cache| Ok(cache.take_events()))?;
         events(py, &taken)
     }
 
     fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.look(py, |cache, _| Snapshot::of(cache))?.dict(py, &self.kinds)
+        self.look(py, Snapshot::of)?.dict(py, &self.kinds)
     }
 
     fn _repr_html_(slf: &Bound<'_, Self>) -> PyResult<String> {
@@ -658,21 +700,20 @@ impl PyKvCache {
     }
 
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        self.look(py, |cache, _| cache.check())
+        self.look_long(py, |cache, _| cache.check())
     }
 
     /// Give the memory back. Every later call raises InvalidState.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        detached(py, |_| {
-            let mut cache = locked_or_busy(|| self.cache.write(), || self.cache.try_write())?;
-            drop(cache.take());
+        detached(py, |should_stop| {
+            drop(self.cache.change(should_stop)?.take());
             Ok(())
         })
     }
 
     /// Overwrite every stored value; tests poison the pool with it.
     fn _fill(&self, py: Python<'_>, value: f32) -> PyResult<()> {
-        self.change(py, |cache| {
+        self.change(py, |cache, _| {
             cache.fill(value);
             Ok(())
         })
@@ -728,7 +769,7 @@ impl PyKvCache {
     }
     #[getter]
     fn num_free_blocks(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |cache, _| Ok(cache.manager().num_free_blocks()))
+        self.look(py, |cache| Ok(cache.manager().num_free_blocks()))
     }
     #[getter]
     fn threads(&self) -> PyThreads {
@@ -795,8 +836,10 @@ fn whole(num_layers: Option<usize>, defaults: Defaults) -> PyResult<PyKvGroup> {
 /// A dtype by name, or as numpy takes it; those of ml_dtypes by their names, too.
 fn numpy_dtype<'py>(dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = dtype.py();
-    let Ok(name) = dtype.cast::<PyString>() else { return Ok(dtype.clone()) };
-    match name.to_str()? {
+    if !dtype.is_instance_of::<PyString>() {
+        return Ok(dtype.clone());
+    }
+    match text("dtype", dtype)? {
         "float32" | "f32" => py.import("numpy")?.getattr("float32"),
         "float16" | "f16" => py.import("numpy")?.getattr("float16"),
         "bfloat16" | "bf16" => py.import("ml_dtypes")?.getattr("bfloat16"),

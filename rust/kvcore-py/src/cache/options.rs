@@ -5,14 +5,16 @@ use std::time::Duration;
 
 use kvcore::cache::{CacheConfig, GroupKind};
 use kvcore::paging::Retention;
-use kvcore::storage::Scales;
+use kvcore::storage::{BLOCK_SIZES, Scales, check_scale};
 use numpy::PyUntypedArray;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString};
+use pyo3::types::{PyBool, PyBytes, PyString};
 
+use crate::arguments::{number, text, wrong_type};
 use crate::arrays::{Size, floats};
-use crate::error::invalid;
+use crate::error::{invalid, to_python};
+use crate::ids::room;
 
 /// A time to live: the cache's own, none, or seconds.
 pub enum Ttl<'py> {
@@ -42,12 +44,27 @@ impl Ttl<'_> {
 
 /// Seconds, as a number of at least 0.
 pub fn seconds(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Duration> {
-    let number: f64 = value.extract().map_err(|_| {
-        let got = value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-        PyTypeError::new_err(format!("{name}: expected seconds (a number), got {got}"))
-    })?;
+    let number = number(name, "seconds (a number)", value)?;
+    // The largest Duration, which has 64 bits of seconds.
     Duration::try_from_secs_f64(number)
-        .map_err(|_| invalid(format!("{name}: expected a finite number of seconds of at least 0, got {number}")))
+        .map_err(|_| invalid(format!("{name}: expected a finite number of seconds from 0 to 1.8e19, got {number:?}")))
+}
+
+/// The argument `block_size`, which the core checks, unless it is no size at all.
+pub fn block_size(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    if value.is_instance_of::<PyBool>() {
+        return Err(wrong_type("block_size", "an integer", value));
+    }
+    value.extract().map_err(|e: PyErr| {
+        if e.is_instance_of::<PyTypeError>(value.py()) {
+            wrong_type("block_size", "an integer", value)
+        } else if e.is_instance_of::<PyOverflowError>(value.py()) {
+            let got = value.repr().map_or_else(|_| "another".into(), |repr| repr.to_string());
+            invalid(format!("block_size: expected {BLOCK_SIZES}, got {got}"))
+        } else {
+            e
+        }
+    })
 }
 
 /// What was said of a prefix' retention, completed by the cache's defaults; `None` if nothing was said.
@@ -76,13 +93,13 @@ fn priority(value: &Size<'_>) -> PyResult<u8> {
 /// A part of a key: text or bytes.
 pub fn key(name: &str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Vec<u8>>> {
     let Some(value) = value else { return Ok(None) };
-    if let Ok(text) = value.cast::<PyString>() {
-        return Ok(Some(text.to_str()?.as_bytes().to_vec()));
+    if value.is_instance_of::<PyString>() {
+        return Ok(Some(text(name, value)?.as_bytes().to_vec()));
     }
     if let Ok(bytes) = value.cast::<PyBytes>() {
         return Ok(Some(bytes.as_bytes().to_vec()));
     }
-    Err(PyTypeError::new_err(format!("{name}: expected str, bytes or None, got {}", value.get_type().name()?)))
+    Err(wrong_type(name, "str, bytes or None", value))
 }
 
 /// A number, or one for each layer and head.
@@ -99,19 +116,21 @@ impl Scale {
             let heads = numpy::PyUntypedArrayMethods::shape(&*array)[1];
             return Ok(Self::Each { values: array.as_slice()?.to_vec(), heads });
         }
-        let number: f64 = value.extract().map_err(|_| {
-            let got = value.get_type().name().map_or_else(|_| "something else".into(), |n| n.to_string());
-            PyTypeError::new_err(format!("{name}: expected a number or an array [num_layers, num_kv_heads], got {got}"))
-        })?;
-        // A float64 that float32 cannot hold becomes 0 or infinity here, which the check of the scales refuses.
-        Ok(Self::One(number as f32))
+        let number = number(name, "a number or an array [num_layers, num_kv_heads]", value)?;
+        check_scale(name, number).map(Self::One).map_err(to_python)
     }
 
     /// The scales of some layers. `most` heads is what the array has where layers have different numbers: rows of those
     /// that have fewer are filled up.
     fn of(&self, name: &str, layers: &[usize], num_kv_heads: usize, most: usize) -> PyResult<Vec<f32>> {
         match self {
-            Self::One(scale) => Ok(vec![*scale; layers.len() * num_kv_heads]),
+            Self::One(scale) => {
+                // The core looks at the sizes later: they may be absurd.
+                let len = layers.len().saturating_mul(num_kv_heads);
+                let mut scales = room(len, "the scales").map_err(to_python)?;
+                scales.resize(len, *scale);
+                Ok(scales)
+            }
             Self::Each { values, heads } if *heads == most => {
                 Ok(layers.iter().flat_map(|&layer| &values[layer * heads..][..num_kv_heads]).copied().collect())
             }

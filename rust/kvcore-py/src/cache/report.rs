@@ -7,6 +7,8 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use crate::ids::room;
+
 /// Counts of a cache and of each of its paged groups.
 pub struct Counts {
     pub all: PagingStats,
@@ -198,6 +200,9 @@ impl SequenceInfo {
     fn of(cache: &KvCache, seq: SeqId) -> kvcore::Result<Self> {
         let manager = cache.manager();
         let (cross, cross_tokens) = manager.cross(seq)?;
+        let known = manager.token_ids(seq)?;
+        let mut token_ids = room(known.len(), "the result")?;
+        token_ids.extend_from_slice(known);
         let tables = (0..cache.stores().len()).map(|group| Ok(table(manager.block_table(seq, group)?)));
         Ok(Self {
             id: seq.serial(),
@@ -205,7 +210,7 @@ impl SequenceInfo {
             num_computed: manager.num_computed_tokens(seq)?,
             num_cached: manager.num_cached_tokens(seq)?,
             tables: tables.collect::<kvcore::Result<_>>()?,
-            token_ids: manager.token_ids(seq)?.to_vec(),
+            token_ids,
             cross: table(cross),
             cross_tokens,
         })

@@ -52,9 +52,9 @@ impl<'py> ScoreArrays<'py> {
     /// Arrays of one number for each of `heads` query heads; `position_bias` of some for each.
     pub fn new(
         heads: usize,
-        scale: Option<f64>,
+        scale: Option<f32>,
         window: Option<Size<'py>>,
-        softcap: Option<f64>,
+        softcap: Option<f32>,
         sinks: Option<&Bound<'py, PyAny>>,
         alibi_slopes: Option<&Bound<'py, PyAny>>,
         position_bias: Option<&Bound<'py, PyAny>>,
@@ -66,9 +66,9 @@ impl<'py> ScoreArrays<'py> {
             value.map(|value| floats(name, value, &[Some(heads)])).transpose()
         };
         Ok(Self {
-            scale: scale.map(|x| x as f32),
+            scale,
             window: window.map(|window| window.get("window")).transpose()?,
-            softcap: softcap.map(|x| x as f32),
+            softcap,
             sinks: per_head("sinks", sinks)?,
             alibi_slopes: per_head("alibi_slopes", alibi_slopes)?,
             position_bias: position_bias.map(|b| floats("position_bias", b, &[Some(heads), None])).transpose()?,

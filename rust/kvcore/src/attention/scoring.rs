@@ -77,7 +77,7 @@ impl<'a> Scoring<'a> {
     pub(super) fn check(&self, num_q_heads: usize) -> Result<()> {
         let wrong = |text: String| Err(Error::InvalidArgument(text));
         if !self.scale.is_finite() {
-            return wrong(format!("scale: expected a finite number, got {}", self.scale));
+            return wrong(format!("scale: expected a finite float32, got {:?}", self.scale));
         }
         if let Some(cap) = self.softcap
             && !(cap.is_normal() && cap > 0.0)

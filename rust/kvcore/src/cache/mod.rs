@@ -298,7 +298,7 @@ impl KvCache {
     }
 
     /// What happened to blocks since the last call.
-    pub fn take_events(&mut self) -> Events {
+    pub fn take_events(&self) -> Events {
         self.manager.take_events()
     }
 
@@ -362,7 +362,7 @@ impl KvCache {
     /// The second tier's file and its slots in each group.
     fn spill_file(config: &CacheConfig, dir: Option<&Path>, stores: &[KvStore]) -> Result<(Option<SpillFile>, usize)> {
         let dir = match (dir, config.spill_bytes) {
-            (_, 0) => return Ok((None, 0)),
+            (None, 0) => return Ok((None, 0)),
             (None, _) => {
                 return Err(Error::InvalidArgument("spill_bytes: expected a spill_dir beside it, got none".into()));
             }

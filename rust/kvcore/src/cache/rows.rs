@@ -231,7 +231,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::InvalidHandle`], [`Error::InvalidArgument`] for a layer that is not there or keeps nothing,
-    /// [`Error::InvalidState`] for a cross layer that is not written.
+    /// [`Error::InvalidState`] for a cross layer that is not written, [`Error::OutOfMemory`].
     pub fn read(&self, layer: usize, seq: SeqId) -> Result<Dense> {
         let tokens = self.manager.num_computed_tokens(seq)?;
         match self.place(layer)? {
@@ -240,7 +240,7 @@ impl KvCache {
                 let table = self.manager.block_table(seq, group)?;
                 let returned = table.iter().take_while(|&&block| block == BlockId::NONE).count();
                 let start = (returned * self.config.block_size).min(tokens);
-                Ok(dense(self.level, &self.stores[group], index, &table[returned..], start, tokens - start))
+                dense(self.level, &self.stores[group], index, &table[returned..], start, tokens - start)
             }
             Place::Cross { index } => {
                 let Some(store) = &self.cross else { return Err(missing(layer)) };
@@ -248,15 +248,34 @@ impl KvCache {
                 if !blocks.first().is_some_and(|&first| self.cross_written.has(first, index)) {
                     return Err(Error::InvalidState(format!("read: layer {layer} of this sequence is not written")));
                 }
-                Ok(dense(self.level, store, index, blocks, 0, tokens))
+                dense(self.level, store, index, blocks, 0, tokens)
             }
         }
     }
 }
 
-fn dense(level: Level, store: &KvStore, index: usize, blocks: &[BlockId], start: usize, tokens: usize) -> Dense {
-    let (k, v) = store.read(level, index, blocks, tokens);
-    Dense { start, tokens, k, v }
+fn dense(
+    level: Level,
+    store: &KvStore,
+    index: usize,
+    blocks: &[BlockId],
+    start: usize,
+    tokens: usize,
+) -> Result<Dense> {
+    let l = store.layout();
+    let zeros = |width: usize| {
+        let (len, mut values) = (tokens * l.num_kv_heads * width, Vec::new());
+        values.try_reserve_exact(len).map_err(|e| Error::OutOfMemory {
+            bytes: len * size_of::<f32>(),
+            what: "a copy of K and V",
+            reason: e.to_string(),
+        })?;
+        values.resize(len, 0.0);
+        Ok(values)
+    };
+    let (mut k, mut v) = (zeros(l.k_dim)?, zeros(l.v_dim)?);
+    store.read_into(level, index, blocks, &mut k, &mut v);
+    Ok(Dense { start, tokens, k, v })
 }
 
 pub(super) fn missing(layer: usize) -> Error {

@@ -22,6 +22,7 @@ use super::manager::BlockManager;
 use super::moves::Carrier;
 use super::prefix::Link;
 use super::retention::ClassId;
+use super::room::{copied, room};
 use super::sequence::{SeqId, Sequence, Table};
 use super::transfer::Place;
 use crate::{Error, Result};
@@ -54,7 +55,8 @@ impl BlockManager {
     /// last, and only under an equal key. Without `use_prefix` it neither reads nor publishes. What brings spilled blocks
     /// back goes to `carrier`.
     ///
-    /// Errors: `InvalidArgument` without tokens, for a priority above 100, or for too many kinds of retention at once.
+    /// Errors: `InvalidArgument` without tokens, for a priority above 100, or for too many kinds of retention at once;
+    /// `OutOfMemory`.
     pub fn add(&mut self, token_ids: &[u32], options: &AddOptions<'_>, carrier: &mut dyn Carrier) -> Result<SeqId> {
         let seq = self.begin(token_ids, options, carrier)?;
         let sequence = self.sequences.get(seq)?;
@@ -75,23 +77,25 @@ impl BlockManager {
         if token_ids.is_empty() {
             return Err(Error::InvalidArgument("a sequence needs at least one token, got none".into()));
         }
+        let tokens = copied(token_ids, "token ids")?;
+        let mut tables = self.empty_tables(token_ids.len())?;
         let class = self.class_for(options)?;
         self.blocks.sweep();
         let use_prefix = options.use_prefix && self.config.enable_prefix_caching;
         let domain = self.domain(options.key);
         let least = options.min_prefix_tokens.unwrap_or(self.config.min_prefix_tokens);
-        let (found, tables) = loop {
+        let found = loop {
             let found = match use_prefix {
                 true => self.blocks.longest_prefix(&domain, token_ids, self.config.block_size, &mut self.trail),
                 false => 0,
             };
             let found = if found < least { 0 } else { found };
-            if let Some(tables) = self.hold(found, token_ids.len(), carrier)? {
-                break (found, tables);
+            if self.hold(found, &mut tables, carrier)? {
+                break found;
             }
         };
-        let mut sequence = Sequence::new(token_ids.to_vec(), tables, domain, class);
-        (sequence.use_prefix, sequence.era) = (use_prefix, self.era);
+        let mut sequence = Sequence::new(tokens, tables, domain, class);
+        (sequence.use_prefix, sequence.was_to_share, sequence.era) = (use_prefix, use_prefix, self.era);
         (sequence.computed, sequence.cached) = (found, found);
         sequence.borrowed = found % self.config.block_size != 0;
         sequence.chained = found / self.config.block_size;
@@ -132,17 +136,22 @@ impl BlockManager {
         Ok(self.class)
     }
 
-    /// Tables that hold the first `found` tokens of the trail, with room for `len` tokens. None, and nothing held, if
-    /// something spilled cannot be read: it is forgotten.
-    fn hold(&mut self, found: usize, len: usize, carrier: &mut dyn Carrier) -> Result<Option<Vec<Table>>> {
+    /// A table of each group, with room for `len` tokens.
+    fn empty_tables(&self, len: usize) -> Result<Vec<Table>> {
+        let table = |_| Ok(Table { blocks: room(len.div_ceil(self.config.block_size), "block tables")?, returned: 0 });
+        (0..self.blocks.groups.len()).map(table).collect()
+    }
+
+    /// Lets empty tables hold the first `found` tokens of the trail. False, and nothing held, if something spilled cannot
+    /// be read: it is forgotten.
+    fn hold(&mut self, found: usize, tables: &mut [Table], carrier: &mut dyn Carrier) -> Result<bool> {
         let Self { blocks, trail, config, .. } = self;
         let (block_size, count) = (config.block_size, found.div_ceil(config.block_size));
         let borrowed = !found.is_multiple_of(block_size);
-        let mut tables = Vec::with_capacity(blocks.groups.len());
         let mut spilled = false;
-        for number in 0..blocks.groups.len() {
+        for (number, table) in tables.iter_mut().enumerate() {
             let first = blocks.groups[number].first_seen(found) / block_size;
-            let mut table = Table { blocks: Vec::with_capacity(len.div_ceil(block_size)), returned: first };
+            table.returned = first;
             table.blocks.resize(first, BlockId::NONE);
             for &node in &trail.path[first..count] {
                 let block = match blocks.index.place(node, number) {
@@ -159,14 +168,14 @@ impl BlockManager {
                 };
                 table.blocks.push(block);
             }
-            tables.push(table);
         }
-        if spilled && let Some((node, number)) = blocks.fetch_path(&trail.path[..count], &mut tables, carrier)? {
-            blocks.let_go(&trail.path, &tables)?;
+        if spilled && let Some((node, number)) = blocks.fetch_path(&trail.path[..count], tables, carrier)? {
+            blocks.let_go(&trail.path, tables)?;
             blocks.drop_place(node, number, Cause::Failed);
-            return Ok(None);
+            tables.iter_mut().for_each(|table| table.blocks.clear());
+            return Ok(false);
         }
-        for (number, (group, table)) in blocks.groups.iter_mut().zip(&mut tables).enumerate() {
+        for (number, (group, table)) in blocks.groups.iter_mut().zip(tables.iter_mut()).enumerate() {
             // What a rollback could need is welcome if it is there.
             let least = group.first_seen(found.saturating_sub(config.max_rollback)) / block_size;
             while table.returned > least
@@ -178,11 +187,11 @@ impl BlockManager {
             }
         }
         if borrowed {
-            for (group, table) in blocks.groups.iter_mut().zip(&tables) {
+            for (group, table) in blocks.groups.iter_mut().zip(tables.iter()) {
                 group.pool.lend(table.blocks[count - 1]);
             }
         }
-        Ok(Some(tables))
+        Ok(true)
     }
 
     pub(super) fn domain(&self, key: Key<'_>) -> Arc<OwnedKey> {

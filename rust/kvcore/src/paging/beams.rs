@@ -16,9 +16,11 @@ use crate::{Error, Result};
 
 impl BlockManager {
     /// A second sequence with the same tokens that shares every computed block by reference, and the blocks of an
-    /// encoder. What the first has planned but not committed is forgotten. Errors: `InvalidHandle`.
+    /// encoder. What the first has planned but not committed is forgotten. Errors: `InvalidHandle`, `OutOfMemory`.
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
         let sequence = self.sequences.get_mut(seq)?;
+        // What could fail comes first.
+        let (tokens, tables) = sequence.copied()?;
         self.blocks.release_plan(sequence, self.config.block_size)?;
         self.blocks.share(sequence)?;
         if let Some(cross) = &mut self.cross {
@@ -30,7 +32,7 @@ impl BlockManager {
                 }
             }
         }
-        let child = sequence.clone();
+        let child = sequence.child(tokens, tables);
         self.blocks.classes.hold(child.class);
         child.marks.iter().for_each(|mark| self.blocks.classes.hold(mark.class));
         Ok(self.sequences.insert(child))

@@ -77,7 +77,7 @@ impl ManagerConfig {
             return wrong(format!("the window of group {group}: expected 1 token or more, got 0"));
         }
         if !(0.0..=1.0).contains(max_pinned_fraction) {
-            return wrong(format!("max_pinned_fraction: expected 0 to 1, got {max_pinned_fraction}"));
+            return wrong(format!("max_pinned_fraction: expected 0 to 1, got {max_pinned_fraction:?}"));
         }
         Ok(())
     }

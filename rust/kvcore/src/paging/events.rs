@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
 
 use super::block::BlockId;
 
@@ -87,17 +88,22 @@ pub struct Events {
     pub dropped: u64,
 }
 
-/// The ring.
+/// The ring. Those who only look at the cache may empty it: a monitor must not wait until nobody else reads.
 #[derive(Debug)]
 pub(super) struct EventLog {
-    ring: VecDeque<Event>,
+    ring: Mutex<Ring>,
     max: usize,
+}
+
+#[derive(Debug, Default)]
+struct Ring {
+    events: VecDeque<Event>,
     dropped: u64,
 }
 
 impl EventLog {
     pub fn new(max: usize) -> Self {
-        Self { ring: VecDeque::new(), max, dropped: 0 }
+        Self { ring: Mutex::default(), max }
     }
 
     /// Whether anybody will hear of it.
@@ -109,15 +115,19 @@ impl EventLog {
         if self.max == 0 {
             return;
         }
-        if self.ring.len() == self.max {
-            self.ring.pop_front();
-            self.dropped += 1;
+        let ring = self.ring.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if ring.events.len() == self.max {
+            ring.events.pop_front();
+            ring.dropped += 1;
         }
-        self.ring.push_back(event);
+        ring.events.push_back(event);
     }
 
-    pub fn take(&mut self) -> Events {
-        Events { list: self.ring.drain(..).collect(), dropped: std::mem::take(&mut self.dropped) }
+    /// All of them, to one caller: who comes while another takes them finds none left.
+    pub fn take(&self) -> Events {
+        let Ok(mut ring) = self.ring.try_lock() else { return Events::default() };
+        let ring = std::mem::take(&mut *ring);
+        Events { list: ring.events.into(), dropped: ring.dropped }
     }
 }
 

@@ -32,6 +32,7 @@ use super::plan::Notes;
 use super::pool::BlockPool;
 use super::prefix::{Link, PrefixIndex};
 use super::retention::{ClassId, Classes, nanos};
+use super::room::make_room;
 use super::sequence::{SeqId, Sequence, SequenceTable};
 use crate::{Error, Result};
 
@@ -110,9 +111,11 @@ impl BlockManager {
         }
     }
 
-    /// Adds token ids that have no K and V yet. Batches stay valid. Errors: `InvalidHandle`.
+    /// Adds token ids that have no K and V yet. Batches stay valid. Errors: `InvalidHandle`, `OutOfMemory`.
     pub fn append(&mut self, seq: SeqId, token_ids: &[u32]) -> Result<()> {
-        self.sequences.get_mut(seq)?.tokens.extend_from_slice(token_ids);
+        let tokens = &mut self.sequences.get_mut(seq)?.tokens;
+        make_room(tokens, token_ids.len(), "token ids")?;
+        tokens.extend_from_slice(token_ids);
         Ok(())
     }
 
@@ -272,7 +275,7 @@ impl BlockManager {
     }
 
     /// What happened to blocks since the last call.
-    pub fn take_events(&mut self) -> Events {
+    pub fn take_events(&self) -> Events {
         self.blocks.events.take()
     }
 

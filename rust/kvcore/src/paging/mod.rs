@@ -30,6 +30,7 @@ mod prefix;
 mod publish;
 mod restore;
 mod retention;
+mod room;
 mod sequence;
 mod siblings;
 mod spill;

@@ -75,12 +75,15 @@ impl BlockManager {
     /// A breakpoint: the prefix of that many tokens gets at least this retention, now as far as it is published and
     /// otherwise when it is. A mark in the middle of a block holds for the whole block. Errors: `InvalidHandle`;
     /// `InvalidArgument` unless `num_tokens` is 1 to the tokens known, for a priority above 100, or for too many kinds of
-    /// retention at once.
+    /// retention at once; `InvalidState` for a sequence that was added without prefixes.
     pub fn mark(&mut self, seq: SeqId, num_tokens: usize, retention: Retention) -> Result<()> {
         let sequence = self.sequences.get_mut(seq)?;
         let known = sequence.tokens.len();
         if num_tokens == 0 || num_tokens > known {
             return Err(Error::InvalidArgument(format!("num_tokens: expected 1 to {known}, got {num_tokens}")));
+        }
+        if !sequence.was_to_share {
+            return Err(Error::InvalidState("the sequence does not share its prefix: there is nothing to mark".into()));
         }
         let class = self.blocks.classes.acquire(retention)?;
         // Marks that this one makes needless.
@@ -115,9 +118,12 @@ impl BlockManager {
         let sequence = self.sequences.get_mut(seq)?;
         let computed = sequence.computed;
         if num_tokens == 0 || num_tokens > computed {
-            return Err(Error::InvalidArgument(format!(
-                "num_tokens: expected 1 to {computed}, the tokens with K and V, got {num_tokens}"
-            )));
+            return Err(Error::InvalidArgument(match computed {
+                0 => format!(
+                    "num_tokens: nothing of the sequence is computed yet, so there is nothing to pin, got {num_tokens}"
+                ),
+                _ => format!("num_tokens: expected 1 to {computed}, the tokens with K and V, got {num_tokens}"),
+            }));
         }
         let nothing = || Error::InvalidState("the sequence does not share its prefix: there is nothing to pin".into());
         if sequence.use_prefix && sequence.era == self.era {

@@ -17,6 +17,7 @@ use super::key::OwnedKey;
 use super::manager::BlockManager;
 use super::moves::Carrier;
 use super::plan::first_kept;
+use super::room::copied;
 use super::sequence::{SeqId, Sequence, Table};
 use super::transfer::Place;
 use crate::{Error, Result};
@@ -83,12 +84,13 @@ impl BlockManager {
         let firsts: Vec<usize> = (0..self.num_groups())
             .map(|group| self.first_entry(group, &shared[group], saved))
             .collect::<Result<_>>()?;
+        let known = copied(saved.token_ids, "token ids")?;
         // From here on nothing fails.
         let class = self.class_for(options)?;
         let (tables, fill) = self.restored_tables(&shared, &firsts, borrowed, saved.computed, carrier)?;
         let found = fill.iter().filter_map(|entries| entries.first().copied()).min().unwrap_or(path.len());
         let found = found.min(path.len());
-        let mut sequence = Sequence::new(saved.token_ids.to_vec(), tables, domain, class);
+        let mut sequence = Sequence::new(known, tables, domain, class);
         (sequence.computed, sequence.borrowed, sequence.era) = (saved.computed, borrowed, self.era);
         sequence.cached = (found * block_size).min(saved.computed);
         let seq = self.sequences.insert(sequence);
@@ -99,7 +101,7 @@ impl BlockManager {
     /// What was restored is filled: it can be found, unless it is private. Errors: `InvalidHandle`.
     pub fn finish_restore(&mut self, restored: Restored) -> Result<SeqId> {
         let sequence = self.sequences.get_mut(restored.seq)?;
-        sequence.use_prefix = restored.use_prefix;
+        (sequence.use_prefix, sequence.was_to_share) = (restored.use_prefix, restored.use_prefix);
         // Who only borrows has nothing to tell of the last block; the next commit publishes the rest.
         if sequence.use_prefix && !sequence.borrowed {
             self.blocks.publish(sequence, self.config.block_size);

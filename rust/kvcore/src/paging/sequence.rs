@@ -7,6 +7,7 @@ use super::block::BlockId;
 use super::key::OwnedKey;
 use super::prefix::Link;
 use super::retention::ClassId;
+use super::room::copied;
 use crate::{Error, Result};
 
 /// Handle of a sequence. Never given twice, so one that was freed or belongs to another cache is an error everywhere.
@@ -25,7 +26,7 @@ impl SeqId {
 }
 
 /// The blocks of a sequence in one group.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Table {
     /// Covers `computed + planned` tokens.
     pub blocks: Vec<BlockId>,
@@ -48,7 +49,7 @@ pub(super) struct Mark {
 }
 
 /// One sequence.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Sequence {
     serial: u64,
     pub tokens: Vec<u32>,
@@ -72,6 +73,8 @@ pub(super) struct Sequence {
     pub seen: u64,
     pub domain: Arc<OwnedKey>,
     pub use_prefix: bool,
+    /// Whether it was added as one that shares prefixes; it may have become one that cannot since.
+    pub was_to_share: bool,
     /// Resets of the prefix cache before the first token was computed: what is older is not published any more.
     pub era: u64,
     /// Leading blocks that were published, or found to be published by others already, and the node of the last.
@@ -101,12 +104,35 @@ impl Sequence {
             seen: 0,
             domain,
             use_prefix: false,
+            was_to_share: false,
             era: 0,
             chained: 0,
             link: Link::NONE,
             hangs: false,
             class,
             marks: Vec::new(),
+        }
+    }
+
+    /// Copies of the tokens and tables, those of a plan included.
+    pub fn copied(&self) -> Result<(Vec<u32>, Vec<Table>)> {
+        let table =
+            |table: &Table| Ok(Table { blocks: copied(&table.blocks, "block tables")?, returned: table.returned });
+        Ok((copied(&self.tokens, "token ids")?, self.tables.iter().map(table).collect::<Result<_>>()?))
+    }
+
+    /// A sequence like this one, from copies that were made before its plan was forgotten.
+    pub fn child(&self, tokens: Vec<u32>, mut tables: Vec<Table>) -> Self {
+        for (table, own) in tables.iter_mut().zip(&self.tables) {
+            table.blocks.truncate(own.blocks.len());
+        }
+        Self {
+            tokens,
+            tables,
+            cross: self.cross.clone(),
+            domain: Arc::clone(&self.domain),
+            marks: self.marks.clone(),
+            ..*self
         }
     }
 

@@ -37,6 +37,9 @@ pub const MAX_LATENT_DIM: usize = 576;
 /// The largest block.
 pub const MAX_BLOCK_SIZE: usize = 1024;
 
+/// What a block size is expected to be, in words.
+pub const BLOCK_SIZES: &str = "a multiple of 16 from 16 to 1024";
+
 /// The shape of an arena. All sizes are checked once, by [`Layout::checked`], so that no later offset can overflow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -98,12 +101,8 @@ impl Layout {
     /// [`Error::InvalidArgument`] for a size out of range, a scale mode that the format does not have, or an arena of
     /// more than `isize::MAX` bytes.
     pub fn checked(self) -> Result<Self> {
-        let at_least_one = [
-            ("num_layers", self.num_layers),
-            ("num_kv_heads", self.num_kv_heads),
-            ("num_blocks", self.num_blocks),
-            ("block_size", self.block_size),
-        ];
+        let at_least_one =
+            [("num_layers", self.num_layers), ("num_kv_heads", self.num_kv_heads), ("num_blocks", self.num_blocks)];
         for (name, value) in at_least_one {
             if value == 0 {
                 return Err(Error::InvalidArgument(format!("{name}: expected at least 1, got 0")));
@@ -127,11 +126,8 @@ impl Layout {
                 self.num_kv_heads
             )));
         }
-        if !self.block_size.is_multiple_of(TILE) || self.block_size > MAX_BLOCK_SIZE {
-            return Err(Error::InvalidArgument(format!(
-                "block_size: expected a multiple of {TILE} up to {MAX_BLOCK_SIZE}, got {}",
-                self.block_size
-            )));
+        if !self.block_size.is_multiple_of(TILE) || !(TILE..=MAX_BLOCK_SIZE).contains(&self.block_size) {
+            return Err(Error::InvalidArgument(format!("block_size: expected {BLOCK_SIZES}, got {}", self.block_size)));
         }
         if !self.dtype.scale_modes().contains(&self.scale_mode) {
             let modes: Vec<&str> = self.dtype.scale_modes().iter().map(|mode| mode.name()).collect();

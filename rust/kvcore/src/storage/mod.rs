@@ -17,7 +17,7 @@ pub use crate::formats::{KvDtype, ScaleMode, fp8};
 pub use arena::Frozen;
 pub use clean::Cleaner;
 pub use expand::{expand_int4_k_tile, expand_int4_v_tile, expand_k_tile, expand_v_tile};
-pub use layout::{Layout, TILE};
+pub use layout::{BLOCK_SIZES, Layout, TILE};
 pub use scales::{Scales, check_scale};
 pub use spill::SpillFile;
 pub use store::KvStore;

@@ -50,7 +50,7 @@ impl Scales {
                 )));
             }
             for (i, &scale) in scales.iter().enumerate() {
-                check_scale(name, scale)?;
+                check_scale(name, scale.into())?;
                 if scale != 1.0 && !takes_others {
                     return Err(Error::InvalidArgument(format!(
                         "{name}: {} with {} scales takes none but 1, got {scale} for layer {}, head {}",
@@ -66,14 +66,17 @@ impl Scales {
     }
 }
 
-/// Check that a scale is a positive, finite, normal number.
+/// Check that a scale and its inverse are positive, finite, normal float32 numbers; the scale as one.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] that names it.
-pub fn check_scale(name: &str, scale: f32) -> Result<f32> {
+pub fn check_scale(name: &str, scale: f64) -> Result<f32> {
+    let narrow = scale as f32;
     // The quotient must be finite as well, which a subnormal scale would not give.
-    if scale.is_normal() && scale > 0.0 && (1.0 / scale).is_normal() {
-        return Ok(scale);
+    if narrow.is_normal() && narrow > 0.0 && (1.0 / narrow).is_normal() {
+        return Ok(narrow);
     }
-    Err(Error::InvalidArgument(format!("{name}: expected a positive, finite, normal float32, got {scale:e}")))
+    Err(Error::InvalidArgument(format!(
+        "{name}: expected a number from 1.18e-38 to 8.5e37 (it and its inverse are normal float32 numbers), got {scale:?}"
+    )))
 }
