@@ -166,7 +166,7 @@ impl Table<'_> {
     }
 
     /// Decode of a cache that is read from memory, in GB/s of K and V.
-    fn from_memory(&self, shape: Shape, dtype: KvDtype, tokens: usize) {
+    fn memory(&self, shape: Shape, dtype: KvDtype, tokens: usize) {
         let bytes = limits::beyond_caches();
         let batch = (bytes / shape.layout(1, dtype).bytes_per_token() / tokens).max(1);
         self.line(&shape, dtype, &format!("memory, decode {batch} x {tokens}"), "GB/s", || {
@@ -189,7 +189,7 @@ impl Table<'_> {
     fn print(&self) {
         for shape in SHAPES {
             for &dtype in formats(&shape) {
-                self.from_memory(shape, dtype, 8192);
+                self.memory(shape, dtype, 8192);
                 let tokens = (RESIDENT / shape.layout(1, dtype).bytes_per_token() / 2).next_multiple_of(BLOCK);
                 let resident = || Cache::new(shape, dtype, 2, tokens);
                 self.products(&format!("resident, decode 2 x {tokens}"), shape, dtype, 1, resident);
@@ -198,7 +198,7 @@ impl Table<'_> {
         }
         let [llama, _, gemma] = SHAPES;
         for tokens in [256, 32_768] {
-            self.from_memory(llama, KvDtype::Bf16, tokens);
+            self.memory(llama, KvDtype::Bf16, tokens);
         }
         for shape in [llama, gemma] {
             let shared = || Cache::sharing(shape, KvDtype::Bf16, 32, 4096, 64);
