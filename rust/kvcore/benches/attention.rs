@@ -107,7 +107,7 @@ impl Cache {
     fn attend(&self, level: Level, threads: &Threads, rows: usize) -> f64 {
         let Shape { q_heads: num_q_heads, k_dim, v_dim, .. } = self.shape;
         let (start, mask) = (self.tokens - rows, self.mask);
-        let items: Vec<Rows> = self.tables.iter().map(|blocks| Rows { blocks, start, len: rows, mask }).collect();
+        let items: Vec<Rows> = self.tables.iter().map(|blocks| Rows::new(blocks, start, rows, mask)).collect();
         let q = vec![0.5; items.len() * rows * num_q_heads * k_dim];
         let mut out = vec![0.0; items.len() * rows * num_q_heads * v_dim];
         let scoring = Scoring::plain(0.1);

@@ -229,7 +229,7 @@ impl Fixture {
         let rows: Vec<Rows> = items
             .iter()
             .zip(&tables)
-            .map(|(&(seq, start, len), blocks)| Rows { blocks, start, len, mask: self.mask(seq) })
+            .map(|(&(seq, start, len), blocks)| Rows::new(blocks, start, len, self.mask(seq)))
             .collect();
         let q: Vec<f32> = items
             .iter()
@@ -454,6 +454,84 @@ fn shared_prefixes_change_no_bit() {
     }
 }
 
+/// A row of a tree of drafts has the bits that it has where its path alone is written, in order.
+#[test]
+fn a_tree_is_its_paths() {
+    // Three branches from the context and one from the middle, with slots in every order.
+    let parents = [None, Some(0), None, Some(1), Some(2), Some(1), None, Some(5), Some(7), Some(3)];
+    for start in [5, 250, 510, 700] {
+        for (dtype, scale_mode) in Shape::all_formats() {
+            for shape in [Shape::plain(2, 3, 32, dtype), Shape::latent(3, 24, 8, dtype)] {
+                let shape = Shape { scale_mode, ..shape };
+                for kind in [Kind::Causal, Kind::Window(9), Kind::Window(300)] {
+                    let total = start + parents.len();
+                    let fixture = Fixture::with(shape, kind, &[total], f32::NAN, shape.scales(1.0, 1.0));
+                    let fixture = fixture.styled((Some(20.0), 1, 0, true));
+                    check_tree(&fixture, start, &parents);
+                }
+            }
+        }
+    }
+}
+
+fn check_tree(fixture: &Fixture, start: usize, parents: &[Option<usize>]) {
+    let Shape { kv_heads, k_dim, v_dim, .. } = fixture.shape;
+    let (q_width, out_width) = fixture.shape.widths();
+    let level = Level::best();
+    let mut random = Random(3);
+    let rows = parents.len();
+    let k = random.values(rows * kv_heads * k_dim, 1.0);
+    let v = random.values(rows * kv_heads * v_dim, 1.0);
+    let q = random.values(rows * q_width, 1.5);
+    let attend_with = |store: &KvStore, rows: &[Rows], q: &[f32], threads: usize| {
+        let (view, num_q_heads) = (store.layer(0), fixture.shape.q_heads());
+        let scoring = fixture.style.scoring(fixture.scale());
+        let mut out = vec![f32::NAN; q.len() / q_width * out_width];
+        let threads = Threads::new(Some(threads)).unwrap();
+        attend(level, &threads, &Call { view, rows, num_q_heads, scoring, q }, &mut out[..], NEVER).unwrap();
+        out
+    };
+    let table = &fixture.tables[0];
+    let slot = |p: usize| (table[p / fixture.shape.block_size], p % fixture.shape.block_size);
+    let latent = fixture.shape.latent;
+    // The context as it is, and behind it the rows `of` at the slots from `start` on.
+    let written = |of: &[usize]| {
+        let layout = *fixture.store.layout();
+        let mut store = KvStore::new(layout, fixture.shape.scales(1.0, 1.0)).unwrap();
+        for block in (0..layout.num_blocks as u32).map(BlockId::new) {
+            store.block_bytes_mut(block).copy_from_slice(fixture.store.block_bytes(block));
+        }
+        for (at, &row) in of.iter().enumerate() {
+            let k = &k[row * kv_heads * k_dim..][..kv_heads * k_dim];
+            let v = &v[row * kv_heads * v_dim..][..kv_heads * v_dim];
+            store.write(level, 0, [slot(start + at)].into_iter(), k, (!latent).then_some(v));
+        }
+        store
+    };
+    let in_order: Vec<usize> = (0..rows).collect();
+    let tree_store = written(&in_order);
+    let mask = fixture.mask(0);
+    let tree = Rows { parents: Some(parents), ..Rows::new(table, start, rows, mask) };
+    let all: Vec<_> = [1, 2].map(|threads| attend_with(&tree_store, &[tree], &q, threads)).into();
+    assert_eq!(all[0], all[1]);
+    for row in 0..rows {
+        let mut path = vec![row];
+        while let Some(parent) = parents[path[0]] {
+            path.insert(0, parent);
+        }
+        let alone = written(&path);
+        let at = Rows::new(table, start + path.len() - 1, 1, mask);
+        let expected = attend_with(&alone, &[at], &q[row * q_width..][..q_width], 1);
+        assert_eq!(
+            &all[0][row * out_width..][..out_width],
+            &expected[..],
+            "{:?} {:?} {row}",
+            fixture.shape,
+            fixture.kind
+        );
+    }
+}
+
 /// A long decode step is split over threads by chunks: still the same bits.
 #[test]
 fn long_sequences_split_over_threads_without_a_change() {
@@ -567,7 +645,7 @@ fn trap_15_absorbed_and_expanded_latent_attention_agree() {
         let mut fixture = Fixture::new(shape, &[tokens], f32::NAN);
         fixture.write(0, 0, k, v);
         let mut out = vec![0.0; tokens * shape.widths().1];
-        let rows = [Rows { blocks: &fixture.tables[0], start: 0, len: tokens, mask: Mask::Causal }];
+        let rows = [Rows::new(&fixture.tables[0], 0, tokens, Mask::Causal)];
         let call =
             Call { view: fixture.store.layer(0), rows: &rows, num_q_heads: heads, scoring: Scoring::plain(scale), q };
         attend(level, &Threads::new(Some(1)).unwrap(), &call, &mut out[..], NEVER).unwrap();
@@ -700,13 +778,13 @@ fn bad_shapes_are_errors() {
     let f = Fixture::new(shape, &[40], 0.0);
     let threads = Threads::new(Some(1)).unwrap();
     let table = &f.tables[0];
-    let rows = |start, len| [Rows { blocks: table, start, len, mask: Mask::Causal }];
+    let rows = |start, len| [Rows::new(table, start, len, Mask::Causal)];
     let call = |rows: &[Rows], num_q_heads, scale, q_len, out_len| {
         let (q, mut out) = (vec![0.0; q_len], vec![0.0; out_len]);
         let call = Call { view: f.store.layer(0), rows, num_q_heads, scoring: Scoring::plain(scale), q: &q };
         attend(Level::best(), &threads, &call, &mut out[..], NEVER)
     };
-    let masked = |mask, blocks: &[BlockId]| call(&[Rows { blocks, start: 38, len: 2, mask }], 4, 1.0, 64, 48);
+    let masked = |mask, blocks: &[BlockId]| call(&[Rows::new(blocks, 38, 2, mask)], 4, 1.0, 64, 48);
     let returned = [BlockId::NONE, table[1], table[2]];
     assert!(call(&rows(0, 20), 4, 1.0, 640, 480).is_ok());
     assert!(call(&rows(0, 0), 4, 1.0, 0, 0).is_ok());

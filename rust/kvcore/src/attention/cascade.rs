@@ -2,68 +2,72 @@
 //! one encoder's output) go through these together, so that each tile is read once for all of them.
 //!
 //! ```text
-//! share(sequences, chunk c):                              all agree on the chunks before c
+//! share(entries, chunk c):                                all agree on the chunks before c
 //!     while all have the same blocks in chunk c: c += 1   -> a segment: all their rows, these chunks
 //!     sort by the blocks of chunk c; for each run of equal ones: share(run, c)
 //! ```
-//! A sequence's segments follow each other without a gap. Nothing else about a row depends on them: each row's sums are
+//! An entry is some rows of one sequence; its segments follow each other without a gap. Nothing else about a row depends on them: each row's sums are
 //! its own, and chunks are merged in order. This is the tree of Hydragen (Juravsky et al., 2024) and of cascade attention
 //! (FlashInfer, Ye et al., 2024), found from the block ids.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
 
-use super::Rows;
 use super::chunk::CHUNK;
 use crate::paging::BlockId;
 
 /// Rows that read the same tiles over some chunks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Their sequences, as places in the order that [`share`] has left.
-    pub sequences: Range<usize>,
-    /// The chunks; where it ends differs with the rows of one sequence, not between sequences.
+    /// Whose, as places in the order that [`share`] has left.
+    pub entries: Range<usize>,
+    /// The chunks; where they end differs with the rows of one entry, not between entries.
     pub chunks: Range<usize>,
 }
 
-/// One sequence's chunks, as far as any of its rows sees them.
+/// Consecutive rows of one sequence, or one row of a tree.
+#[derive(Clone, Debug)]
+pub struct Entry<'a> {
+    /// The sequence's block table.
+    pub blocks: &'a [BlockId],
+    /// The tokens that any of the rows sees.
+    pub sees: Range<usize>,
+    /// Tokens from here on are its own, whatever the blocks are.
+    pub own_from: usize,
+}
+
+/// An entry's chunks.
 struct Chunks<'a> {
-    blocks: &'a [BlockId],
-    sees: Range<usize>,
+    entry: &'a Entry<'a>,
     block_size: usize,
+    id: usize,
 }
 
 impl<'a> Chunks<'a> {
-    fn new(rows: &Rows<'a>, block_size: usize) -> Self {
-        let sees = match rows.len {
-            0 => 0..0,
-            len => rows.mask.sees(rows.start).start..rows.mask.sees(rows.start + len - 1).end,
-        };
-        Self { blocks: rows.blocks, sees, block_size }
-    }
-
     fn range(&self) -> Range<usize> {
-        self.sees.start / CHUNK..self.sees.end.div_ceil(CHUNK)
+        self.entry.sees.start / CHUNK..self.entry.sees.end.div_ceil(CHUNK)
     }
 
-    /// The blocks of chunk `c` that are seen, and the place of the first.
-    fn of(&self, c: usize) -> (usize, &'a [BlockId]) {
-        let (start, end) = (self.sees.start.max(c * CHUNK), self.sees.end.min((c + 1) * CHUNK));
+    /// The blocks of chunk `c` that are seen, the place of the first, and whose they are alone, if anybody's.
+    fn of(&self, c: usize) -> (usize, &'a [BlockId], usize) {
+        let Entry { blocks, sees, own_from } = self.entry;
+        let (start, end) = (sees.start.max(c * CHUNK), sees.end.min((c + 1) * CHUNK));
         if start >= end {
-            return (0, &[]);
+            return (0, &[], 0);
         }
         let first = start / self.block_size;
-        (first, &self.blocks[first..end.div_ceil(self.block_size)])
+        let owner = if end > *own_from { 1 + self.id } else { 0 };
+        (first, &blocks[first..end.div_ceil(self.block_size)], owner)
     }
 }
 
-/// Order the sequences so that those that share lie side by side: the order, as places in `rows`, and the segments.
-pub fn share(rows: &[Rows<'_>], block_size: usize) -> (Vec<usize>, Vec<Segment>) {
-    let chunks: Vec<Chunks> = rows.iter().map(|rows| Chunks::new(rows, block_size)).collect();
-    let mut order: Vec<usize> = (0..rows.len()).filter(|&i| rows[i].len > 0).collect();
+/// Order the entries so that those that share lie side by side: the order, as places in `entries`, and the segments.
+pub fn share(entries: &[Entry<'_>], block_size: usize) -> (Vec<usize>, Vec<Segment>) {
+    let chunks: Vec<Chunks> = entries.iter().enumerate().map(|(id, entry)| Chunks { entry, block_size, id }).collect();
+    let mut order: Vec<usize> = (0..entries.len()).filter(|&i| !entries[i].sees.is_empty()).collect();
     let mut segments = Vec::with_capacity(order.len());
     if let [one] = order[..] {
-        segments.push(Segment { sequences: 0..1, chunks: chunks[one].range() });
+        segments.push(Segment { entries: 0..1, chunks: chunks[one].range() });
         return (order, segments);
     }
     order.sort_unstable_by_key(|&i| chunks[i].range().start);
@@ -77,7 +81,7 @@ pub fn share(rows: &[Rows<'_>], block_size: usize) -> (Vec<usize>, Vec<Segment>)
     (order, segments)
 }
 
-/// The runs of sequences with equal blocks in chunk `c`, each with what it shares from there on.
+/// The runs of entries with equal blocks in chunk `c`, each with what it shares from there on.
 fn split(chunks: &[Chunks<'_>], order: &mut [usize], all: Range<usize>, c: usize, segments: &mut Vec<Segment>) {
     order[all.clone()].sort_unstable_by(|&a, &b| chunks[a].of(c).cmp(&chunks[b].of(c)));
     let mut start = all.start;
@@ -88,14 +92,14 @@ fn split(chunks: &[Chunks<'_>], order: &mut [usize], all: Range<usize>, c: usize
         let last = chunks[order[start]].range().end;
         if end - start == 1 {
             if c < last {
-                segments.push(Segment { sequences: start..end, chunks: c..last });
+                segments.push(Segment { entries: start..end, chunks: c..last });
             }
         } else if c < last {
             let mut next = c + 1;
             while next < last && (start + 1..end).all(|i| of(i, next) == of(start, next)) {
                 next += 1;
             }
-            segments.push(Segment { sequences: start..end, chunks: c..next });
+            segments.push(Segment { entries: start..end, chunks: c..next });
             split(chunks, order, start..end, next, segments);
         }
         start = end;
@@ -105,7 +109,6 @@ fn split(chunks: &[Chunks<'_>], order: &mut [usize], all: Range<usize>, c: usize
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::Mask;
 
     fn tables(ids: &[&[u32]]) -> Vec<Vec<BlockId>> {
         // Chunks of 16 blocks, each named by one number.
@@ -114,18 +117,22 @@ mod tests {
     }
 
     fn segments(tables: &[Vec<BlockId>], lengths: &[usize]) -> Vec<(Vec<usize>, Range<usize>)> {
-        let rows: Vec<Rows> = tables
+        let entries: Vec<Entry> = tables
             .iter()
             .zip(lengths)
-            .map(|(blocks, &tokens)| Rows { blocks, start: tokens - 1, len: 1, mask: Mask::Causal })
+            .map(|(blocks, &tokens)| Entry { blocks, sees: 0..tokens, own_from: usize::MAX })
             .collect();
-        let (order, segments) = share(&rows, 16);
+        named(&entries)
+    }
+
+    fn named(entries: &[Entry<'_>]) -> Vec<(Vec<usize>, Range<usize>)> {
+        let (order, segments) = share(entries, 16);
         let mut named: Vec<_> = segments
             .into_iter()
             .map(|s| {
-                let mut sequences = order[s.sequences].to_vec();
-                sequences.sort_unstable();
-                (sequences, s.chunks)
+                let mut entries = order[s.entries].to_vec();
+                entries.sort_unstable();
+                (entries, s.chunks)
             })
             .collect();
         named.sort_unstable_by_key(|(s, c)| (s.clone(), c.start));
@@ -155,5 +162,14 @@ mod tests {
         assert_eq!(segments(&tables, &[300, 300, 300]), [(vec![0, 1, 2], 0..2)]);
         assert_eq!(segments(&tables[..1], &[300]), [(vec![0], 0..2)]);
         assert_eq!(segments(&[], &[]), []);
+    }
+
+    #[test]
+    fn drafts_share_what_lies_before_them() {
+        let tables = tables(&[&[0, 1, 2]]);
+        let entry = |end| Entry { blocks: &tables[0], sees: 0..end, own_from: 600 };
+        let got = named(&[entry(601), entry(602), entry(601)]);
+        let expected = [(vec![0], 2..3), (vec![0, 1, 2], 0..2), (vec![1], 2..3), (vec![2], 2..3)];
+        assert_eq!(got, expected);
     }
 }

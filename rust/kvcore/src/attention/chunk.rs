@@ -11,6 +11,8 @@
 
 use std::ops::Range;
 
+use super::gather::{Gathered, gather, leaves};
+use super::tree::Path;
 use crate::paging::BlockId;
 use crate::simd::{Format, Simd, Work};
 use crate::storage::{KvDtype, LayerView, TILE, expand_k_tile, expand_v_tile};
@@ -39,11 +41,13 @@ pub struct Context<'a> {
 pub struct Buffers<F: Format> {
     k: Vec<F::Raw>,
     v: Vec<F::Raw>,
+    /// Tiles that a path leaves the order of the slots in; by tile.
+    gathered: Vec<(usize, Gathered<F>)>,
 }
 
 impl<F: Format> Default for Buffers<F> {
     fn default() -> Self {
-        Self { k: Vec::new(), v: Vec::new() }
+        Self { k: Vec::new(), v: Vec::new(), gathered: Vec::new() }
     }
 }
 
@@ -69,7 +73,7 @@ pub struct TokenScales<'a> {
 
 impl<'a> Context<'a> {
     /// Steps of a K tile and of a V tile.
-    fn steps<F: Format>(&self) -> (usize, usize) {
+    pub fn steps<F: Format>(&self) -> (usize, usize) {
         let l = &self.view.layout;
         (l.k_dim / F::STEP, TILE / F::STEP * l.width() / TILE)
     }
@@ -92,12 +96,29 @@ impl<'a> Context<'a> {
         buffers.v.resize(room(v, self.expands() || self.view.layout.latent), bytemuck::Zeroable::zeroed());
     }
 
-    /// The tiles `tiles` of chunk `c`.
+    /// Tile `t` as the kernels read it.
+    pub fn copy_tile<S: Simd, F: Format>(&self, s: S, t: usize, to: &mut Gathered<F>) {
+        let (view, head) = (self.view, self.head);
+        let (block, tile) = self.place(t);
+        let (k, v) = (&mut to.k[..], &mut to.v[..]);
+        s.run(FillTile::<F> { context: self, block, tile, k: self.expands().then_some(&mut *k), v });
+        if !self.expands() {
+            k.copy_from_slice(bytemuck::cast_slice(view.k_tile(block, head, tile)));
+        }
+        if !self.expands() && !view.layout.latent {
+            v.copy_from_slice(bytemuck::cast_slice(view.v_tile(block, head, tile)));
+        }
+        let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
+        to.scales = scales.0.zip(scales.1).map(|(k, v)| [*k, *v]);
+    }
+
+    /// The tiles `tiles` of chunk `c`; those of `path`, if there is one.
     pub fn chunk<'b, S: Simd, F: Format>(
         &self,
         s: S,
         c: usize,
         tiles: Range<usize>,
+        path: Option<&Path>,
         buffers: &'b mut Buffers<F>,
     ) -> Chunk<'b, F>
     where
@@ -107,6 +128,12 @@ impl<'a> Context<'a> {
         let place = |t: usize| self.place(c * TILES + t);
         if !buffers.v.is_empty() {
             s.run(Fill { context: self, c, tiles: tiles.clone(), buffers });
+        }
+        buffers.gathered.clear();
+        if let Some(path) = path {
+            let position = |t: usize| (c * TILES + t) * TILE;
+            let left = tiles.clone().filter(|&t| leaves(path, position(t)));
+            buffers.gathered.extend(left.map(|t| (t, gather(s, self, path, position(t)))));
         }
         let buffers: &'b Buffers<F> = buffers;
         let (k_steps, v_steps) = self.steps::<F>();
@@ -126,6 +153,12 @@ impl<'a> Context<'a> {
                 const ONES: &[f32; TILE] = &[1.0; TILE];
                 let scales = chunk.scales.get_or_insert(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
                 (scales.k[t], scales.v[t]) = (k, v);
+            }
+        }
+        for (t, gathered) in &buffers.gathered {
+            (chunk.k[*t], chunk.v[*t]) = (&gathered.k, &gathered.v);
+            if let (Some(scales), Some([k, v])) = (&mut chunk.scales, &gathered.scales) {
+                (scales.k[*t], scales.v[*t]) = (k, v);
             }
         }
         if buffers.k.is_empty() {
@@ -155,23 +188,44 @@ impl<S: Simd, F: Format> Work<S> for Fill<'_, F> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        let Context { view, head, .. } = self.context;
         let (k_steps, v_steps) = self.context.steps::<F>();
         for t in self.tiles {
             let (block, tile) = self.context.place(self.c * TILES + t);
             let v = &mut self.buffers.v[t * v_steps..][..v_steps];
-            let k = if self.context.expands() {
-                let k = &mut self.buffers.k[t * k_steps..][..k_steps];
+            let k = self.buffers.k.get_mut(t * k_steps..(t + 1) * k_steps);
+            FillTile::<F> { context: self.context, block, tile, k, v }.run(s);
+        }
+    }
+}
+
+/// Expand or turn one tile; nothing where the kernels read the block's own.
+struct FillTile<'a, F: Format> {
+    context: &'a Context<'a>,
+    block: BlockId,
+    tile: usize,
+    /// Where formats are expanded.
+    k: Option<&'a mut [F::Raw]>,
+    v: &'a mut [F::Raw],
+}
+
+impl<S: Simd, F: Format> Work<S> for FillTile<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Self { context: Context { view, head, .. }, block, tile, k, v } = self;
+        let expands = k.is_some();
+        let k: &[F::Raw] = match k {
+            Some(k) => {
                 expand_k_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(k));
                 k
-            } else {
-                bytemuck::cast_slice(view.k_tile(block, *head, tile))
-            };
-            if view.layout.latent {
-                turn::<F>(k, view.layout.v_dim, v);
-            } else {
-                expand_v_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(v));
             }
+            None => bytemuck::cast_slice(view.k_tile(block, *head, tile)),
+        };
+        if view.layout.latent {
+            turn::<F>(k, view.layout.v_dim, v);
+        } else if expands {
+            expand_v_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(v));
         }
     }
 }

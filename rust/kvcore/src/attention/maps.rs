@@ -9,6 +9,7 @@
 use super::Call;
 use super::chunk::Context;
 use super::tile::{Partial, QueryTile, Row, Scratch};
+use super::tree;
 use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
 use crate::storage::KvDtype;
 use crate::threads::ShouldStop;
@@ -87,15 +88,16 @@ impl<S: Simd, F: Format> Work<S> for On<'_, F> {
             (call.num_q_heads / call.view.layout.num_kv_heads, call.num_q_heads * call.view.layout.k_dim);
         let mut scratch = Scratch::<S, F>::default();
         let mut running = Partial::default();
+        let places = tree::places(of);
         let mut logits = vec![0.0f32; tokens];
         for (i, out) in out.chunks_exact_mut(tokens.max(1)).enumerate() {
             if should_stop() {
                 return Err(Error::Interrupted);
             }
             let (row, q_head) = (rows[i / q_heads.len()], q_heads[i % q_heads.len()]);
-            let position = of.start + row;
             let q = &call.q[(first + row) * q_width..][..q_width];
-            let rows = [Row { position, sees: of.mask.sees(position), q }];
+            let (position, path) = places[row].clone();
+            let rows = [Row { position, sees: of.mask.sees(position), q, path }];
             let context = Context { view: call.view, blocks: of.blocks, head: q_head / group };
             let tile = QueryTile { context, group, rows: &rows, scoring: &call.scoring };
             tile.run_of_chunks(s, &mut scratch, tile.chunks(), &mut running, |query, token, visible, scores| {

@@ -14,6 +14,7 @@
 
 mod cascade;
 mod chunk;
+mod gather;
 mod maps;
 mod mask;
 pub mod reference;
@@ -21,6 +22,7 @@ mod run;
 mod scoring;
 mod softmax;
 mod tile;
+mod tree;
 
 pub use maps::attention_weights;
 pub use mask::Mask;
@@ -44,9 +46,17 @@ pub struct Rows<'a> {
     pub len: usize,
     /// Which tokens each row sees.
     pub mask: Mask,
+    /// Of rows that branch, such as the drafts of speculative decoding: the row that each follows, or none for one that
+    /// follows the token before `start`. See [`Path`]. None: each follows the one before it.
+    pub parents: Option<&'a [Option<usize>]>,
 }
 
-impl Rows<'_> {
+impl<'a> Rows<'a> {
+    /// Rows that follow each other.
+    pub fn new(blocks: &'a [BlockId], start: usize, len: usize, mask: Mask) -> Self {
+        Self { blocks, start, len, mask, parents: None }
+    }
+
     /// Tokens up to the last that any row sees.
     pub fn tokens(&self) -> usize {
         if self.len == 0 { 0 } else { self.mask.sees(self.start + self.len - 1).end }
@@ -143,6 +153,9 @@ impl Call<'_> {
             }
         }
         for seq in self.rows {
+            if let Some(parents) = seq.parents {
+                tree::check(parents, seq)?;
+            }
             let sees = seq.mask.checked(seq.start, seq.len)?;
             let blocks = sees.start / l.block_size..sees.end.div_ceil(l.block_size);
             let valid = |blocks: &[BlockId]| blocks.iter().all(|b| b.index() < l.num_blocks);

@@ -12,10 +12,11 @@
 
 use std::ops::Range;
 
-use super::cascade::{Segment, share};
+use super::cascade::{Entry, Segment, share};
 use super::chunk::Context;
 use super::softmax::{Finish, Merge};
 use super::tile::{Partial, QueryTile, Row, Scratch, State};
+use super::tree;
 use super::{Call, Output};
 use crate::Result;
 use crate::simd::{Format, Level, Simd, Work};
@@ -85,7 +86,7 @@ struct Kept {
 /// Tiles and how they are cut, before anything is allocated for them.
 struct Tile {
     rows: Range<usize>,
-    sequence: usize,
+    entry: usize,
     chunks: Range<usize>,
     /// Whether the rows see nothing else.
     whole: bool,
@@ -99,8 +100,11 @@ impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
     #[inline(always)]
     fn run(self, s: S) -> Result<()> {
         let Self { threads, call, output, should_stop, .. } = self;
-        let (order, segments) = share(call.rows, call.view.layout.block_size);
-        let (rows, places) = ordered_rows(call, &order);
+        let (entries, mut rows_of) = entries(call);
+        let (order, segments) = share(&entries, call.view.layout.block_size);
+        let counts: Vec<usize> = rows_of.iter().map(Vec::len).collect();
+        let places = places(&counts, &order);
+        let rows: Vec<Row> = order.iter().flat_map(|&entry| std::mem::take(&mut rows_of[entry])).collect();
         let kv_heads = call.view.layout.num_kv_heads;
         let tiles = tiles(call, &order, &segments, &rows, &places);
         let serial = threads.num_threads() == 1 || work(call, &rows) < SERIAL_WORK;
@@ -116,9 +120,9 @@ impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
                 }));
             }
         }
-        let mut slots = slots(call, output, &order, &places);
+        let mut slots = slots(call, output, &counts, &order, &places);
         let query_tile = |tile: &Tile, head: usize| QueryTile {
-            context: Context { view: call.view, blocks: call.rows[tile.sequence].blocks, head },
+            context: Context { view: call.view, blocks: entries[tile.entry].blocks, head },
             group: call.num_q_heads / kv_heads,
             rows: &rows[tile.rows.clone()],
             scoring: &call.scoring,
@@ -170,32 +174,43 @@ impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
     }
 }
 
-/// All rows in the order of [`share`], and where those of each of its sequences begin, with an end.
-fn ordered_rows<'a>(call: &Call<'a>, order: &[usize]) -> (Vec<Row<'a>>, Vec<usize>) {
+/// The rows of a call, entry after entry: a sequence is one, but in a tree each row is.
+fn entries<'a>(call: &Call<'a>) -> (Vec<Entry<'a>>, Vec<Vec<Row<'a>>>) {
     let width = call.num_q_heads * call.view.layout.k_dim;
-    let firsts = first_rows(call);
-    let mut rows = Vec::with_capacity(call.q.len() / width);
-    let mut places = Vec::with_capacity(order.len() + 1);
-    places.push(0);
-    for &sequence in order {
-        let of = &call.rows[sequence];
-        for i in 0..of.len {
-            let position = of.start + i;
-            let q = &call.q[(firsts[sequence] + i) * width..][..width];
-            rows.push(Row { position, sees: of.mask.sees(position), q });
+    let mut queries = call.q.chunks_exact(width.max(1));
+    let (mut entries, mut rows_of) = (Vec::with_capacity(call.rows.len()), Vec::with_capacity(call.rows.len()));
+    for of in call.rows {
+        let row = |(position, path)| Row {
+            position,
+            sees: of.mask.sees(position),
+            q: queries.next().expect("q is checked"),
+            path,
+        };
+        let rows: Vec<Row> = tree::places(of).into_iter().map(row).collect();
+        let own_from = if of.parents.is_some() { of.start } else { usize::MAX };
+        let sees = |rows: &[Row<'_>]| match rows {
+            [] => 0..0,
+            [first, ..] => first.sees.start..rows[rows.len() - 1].sees.end,
+        };
+        let per_entry = if of.parents.is_some() { 1 } else { rows.len().max(1) };
+        for rows in rows.chunks(per_entry) {
+            entries.push(Entry { blocks: of.blocks, sees: sees(rows), own_from });
+            rows_of.push(rows.to_vec());
         }
-        places.push(rows.len());
     }
-    (rows, places)
+    (entries, rows_of)
 }
 
-/// The first row of each sequence of a call.
-fn first_rows(call: &Call<'_>) -> Vec<usize> {
-    let next = |next: &mut usize, rows: &super::Rows<'_>| {
-        *next += rows.len;
-        Some(*next - rows.len)
-    };
-    call.rows.iter().scan(0, next).collect()
+/// Where the rows of each entry begin in the order of [`share`], with an end.
+fn places(counts: &[usize], order: &[usize]) -> Vec<usize> {
+    let mut places = Vec::with_capacity(order.len() + 1);
+    places.push(0);
+    let mut next = 0;
+    places.extend(order.iter().map(|&entry| {
+        next += counts[entry];
+        next
+    }));
+    places
 }
 
 /// Multiply-adds of a call.
@@ -210,7 +225,7 @@ fn tiles(call: &Call<'_>, order: &[usize], segments: &[Segment], rows: &[Row<'_>
     let per_tile = (QUERIES_PER_TILE / group).max(1);
     let mut tiles = Vec::with_capacity(rows.len().div_ceil(per_tile) + segments.len());
     for segment in segments {
-        let of = places[segment.sequences.start]..places[segment.sequences.end];
+        let of = places[segment.entries.start]..places[segment.entries.end];
         for start in of.clone().step_by(per_tile) {
             let tile = start..(start + per_tile).min(of.end);
             let seen = rows[tile.clone()].iter().map(Row::chunks);
@@ -220,7 +235,7 @@ fn tiles(call: &Call<'_>, order: &[usize], segments: &[Segment], rows: &[Row<'_>
                 continue;
             }
             let (whole, begins) = (chunks == all, chunks.start == all.start);
-            tiles.push(Tile { rows: tile, sequence: order[segment.sequences.start], chunks, whole, begins });
+            tiles.push(Tile { rows: tile, entry: order[segment.entries.start], chunks, whole, begins });
         }
     }
     tiles
@@ -238,7 +253,13 @@ fn cut(tile: &Tile, length: usize) -> impl Iterator<Item = (Range<usize>, bool)>
 }
 
 /// For each row in the order of [`share`] and each KV head.
-fn slots<'a>(call: &Call<'_>, output: Output<'a>, order: &[usize], places: &[usize]) -> Vec<Option<Slot<'a>>> {
+fn slots<'a>(
+    call: &Call<'_>,
+    output: Output<'a>,
+    counts: &[usize],
+    order: &[usize],
+    places: &[usize],
+) -> Vec<Option<Slot<'a>>> {
     let l = &call.view.layout;
     let (kv_heads, group) = (l.num_kv_heads, call.num_q_heads / l.num_kv_heads);
     let count = output.out.len() / (group * l.v_dim);
@@ -249,13 +270,13 @@ fn slots<'a>(call: &Call<'_>, output: Output<'a>, order: &[usize], places: &[usi
         return std::iter::repeat_with(|| Some(next())).take(count).collect();
     }
     let mut slots: Vec<Option<Slot<'a>>> = std::iter::repeat_with(|| None).take(count).collect();
-    let mut place_of = vec![0; call.rows.len()];
-    for (&sequence, &place) in order.iter().zip(places) {
-        place_of[sequence] = place;
+    let mut place_of = vec![0; counts.len()];
+    for (&entry, &place) in order.iter().zip(places) {
+        place_of[entry] = place;
     }
-    for (sequence, rows) in call.rows.iter().enumerate() {
-        let first = place_of[sequence] * kv_heads;
-        for slot in &mut slots[first..first + rows.len * kv_heads] {
+    for (entry, count) in counts.iter().enumerate() {
+        let first = place_of[entry] * kv_heads;
+        for slot in &mut slots[first..first + count * kv_heads] {
             *slot = Some(next());
         }
     }

@@ -20,6 +20,7 @@ use std::ops::Range;
 use super::chunk::{Buffers, CHUNK, Chunk, Context, NEXT_TILES, TILES};
 use super::scoring::Scoring;
 use super::softmax::{Merge, Weights};
+use super::tree::Path;
 use crate::simd::{Format, LANES, Simd, Work, tile as kernel};
 use crate::storage::TILE;
 
@@ -40,6 +41,8 @@ pub struct Row<'a> {
     pub sees: Range<usize>,
     /// `[q heads, k_dim]`
     pub q: &'a [f32],
+    /// Of a row of a tree: where its tokens are. Such a row is alone in a tile from the chunk on that the path begins in.
+    pub path: Option<Path>,
 }
 
 impl Row<'_> {
@@ -272,7 +275,11 @@ impl QueryTile<'_> {
         let seen = self.rows.iter().map(|row| within(c, row.sees.clone())).filter(|v| !v.is_empty());
         let Some(seen) = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else { return };
         let Scratch { queries, scores, weights, buffers, .. } = scratch;
-        let chunk = self.context.chunk(s, c, tiles_of(&seen), buffers);
+        let path = match self.rows {
+            [row] => row.path.as_ref(),
+            _ => None,
+        };
+        let chunk = self.context.chunk(s, c, tiles_of(&seen), path, buffers);
         let mut first = 0;
         while first < n {
             let m = tile_size::<S>(n - first);

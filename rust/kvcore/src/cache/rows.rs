@@ -180,7 +180,7 @@ impl KvCache {
                     Some(window) => Mask::Window(window),
                 };
                 let rows = batch.plan.rows.iter();
-                let rows = rows.map(|r| Rows { blocks: &r.tables[group], start: r.start, len: r.len, mask }).collect();
+                let rows = rows.map(|r| Rows::new(&r.tables[group], r.start, r.len, mask)).collect();
                 (&self.stores[group], index, rows)
             }
             Place::Cross { index } => {
@@ -218,12 +218,11 @@ impl KvCache {
                  seq, k, v) before the plan"
             )));
         }
-        let rows = batch.plan.rows.iter().map(|row| Rows {
-            blocks: &row.cross,
-            start: row.start,
-            len: row.len,
-            mask: Mask::Cross { tokens: row.cross_tokens },
-        });
+        let rows = batch
+            .plan
+            .rows
+            .iter()
+            .map(|row| Rows::new(&row.cross, row.start, row.len, Mask::Cross { tokens: row.cross_tokens }));
         Ok(rows.collect())
     }
 
