@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 export PROPTEST_CASES=${PROPTEST_CASES:-4}
 
 # A program of qemu's that deadlocks must not hang the run.
-LIMIT=900
+LIMIT=1800
 TESTS=(--lib --test formats --test attention --test linear_ops --test linear_products)
 PACKAGES=(qemu-user)
 # Without the features that qemu lacks and warns about.

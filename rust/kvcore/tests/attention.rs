@@ -5,7 +5,7 @@ mod cases;
 
 use std::borrow::Cow;
 
-use cases::cases;
+use cases::{cases, few};
 use half::bf16;
 use kvcore::attention::reference::Dense;
 use kvcore::attention::{Bias, Call, Mask, Output, Rows, Scoring, attend};
@@ -75,6 +75,12 @@ impl Shape {
     /// Every format in every scale mode.
     fn all_formats() -> impl Iterator<Item = (KvDtype, ScaleMode)> {
         KvDtype::ALL.into_iter().flat_map(|dtype| dtype.scale_modes().iter().map(move |&mode| (dtype, mode)))
+    }
+
+    /// Those that a sweep goes through: all, or one of each kind of arithmetic where there is little time.
+    fn swept_formats() -> impl Iterator<Item = (KvDtype, ScaleMode)> {
+        use KvDtype::{Bf16, F32, Int8};
+        Self::all_formats().filter(|(dtype, _)| !few() || matches!(dtype, F32 | Bf16 | Int8))
     }
 
     /// How far a result may be from the oracle's, for values of V up to 1.
@@ -322,7 +328,8 @@ fn kinds() -> impl Strategy<Value = Kind> {
 }
 
 fn styles() -> impl Strategy<Value = (Option<f32>, u8, usize, bool)> {
-    (prop_oneof![Just(None), Just(Some(3.0f32)), Just(Some(50.0))], 0u8..3, 0usize..40, any::<bool>())
+    let softcap = prop_oneof![Just(None), Just(Some(3.0f32)), Just(Some(50.0))];
+    prop_oneof![Just((None, 0, 0, false)), (softcap, 0u8..3, 0usize..40, any::<bool>())]
 }
 
 impl Fixture {
@@ -349,7 +356,6 @@ proptest! {
     ) {
         for level in Level::available() {
             let fixture = Fixture::with(shape, kind, &[n], f32::NAN, shape.scales(1.0, 1.0));
-            fixture.check_against_oracle(level);
             fixture.styled(style).check_against_oracle(level);
         }
     }
@@ -420,7 +426,7 @@ fn shared_prefixes_change_no_bit() {
     // Tokens shared with the sequence named, in all: a tree, with forks in the middle of a chunk, and one that is alone.
     let tree = [(0, 0, 900), (0, 512, 700), (1, 600, 640), (0, 768, 769), (0, 0, 300), (4, 256, 600), (0, 896, 1100)];
     let level = Level::best();
-    for (i, (dtype, scale_mode)) in Shape::all_formats().enumerate() {
+    for (i, (dtype, scale_mode)) in Shape::swept_formats().enumerate() {
         for (j, shape) in [Shape::plain(2, 3, 16, dtype), Shape::latent(5, 16, 8, dtype)].into_iter().enumerate() {
             let shape = Shape { scale_mode, ..shape };
             // Each kind with each format: on plain rows or on latent ones.
@@ -454,7 +460,7 @@ fn a_tree_is_its_paths() {
     // Three branches from the context and one from the middle, with slots in every order.
     let parents = [None, Some(0), None, Some(1), Some(2), Some(1), None, Some(5), Some(7), Some(3)];
     for start in [5, 250, 510, 700] {
-        for (dtype, scale_mode) in Shape::all_formats() {
+        for (dtype, scale_mode) in Shape::swept_formats() {
             for shape in [Shape::plain(2, 3, 32, dtype), Shape::latent(3, 24, 8, dtype)] {
                 let shape = Shape { scale_mode, ..shape };
                 for kind in [Kind::Causal, Kind::Window(9), Kind::Window(300)] {
@@ -529,7 +535,8 @@ fn check_tree(fixture: &Fixture, start: usize, parents: &[Option<usize>]) {
 /// A long decode step is split over threads by chunks: still the same bits.
 #[test]
 fn long_sequences_split_over_threads_without_a_change() {
-    for dtype in KvDtype::ALL {
+    let formats = Shape::swept_formats().filter(|(dtype, mode)| *mode == dtype.default_scale_mode());
+    for (dtype, _) in formats {
         for shape in [Shape::plain(1, 3, 64, dtype), Shape::latent(3, 48, 16, dtype)] {
             for kind in [Kind::Causal, Kind::Window(3001), Kind::Cross] {
                 let fixture = Fixture::with(shape, kind, &[5000, 17], f32::NAN, shape.scales(1.0, 1.0));
@@ -549,7 +556,7 @@ fn long_sequences_split_over_threads_without_a_change() {
 #[test]
 fn trap_16_a_row_alone_and_in_batches() {
     let lengths = [530, 1, 33, 270, 16, 300, 64];
-    for (dtype, scale_mode) in Shape::all_formats() {
+    for (dtype, scale_mode) in Shape::swept_formats() {
         for kind in [Kind::Causal, Kind::Window(100), Kind::Cross] {
             // Small: it runs hundreds of whole prompts, under an emulator too.
             let shape = Shape { scale_mode, ..Shape::plain(1, 3, 16, dtype) };
@@ -666,7 +673,8 @@ fn trap_15_absorbed_and_expanded_latent_attention_agree() {
 /// DeepSeek-V3's latent attention: 128 query heads on rows of 512 + 64 values, as a decode step and a short prefill.
 #[test]
 fn many_query_heads_share_one_latent_row() {
-    for dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Fp8E4M3, KvDtype::Int8, KvDtype::Int4] {
+    let all = [KvDtype::Bf16, KvDtype::F32, KvDtype::Fp8E4M3, KvDtype::Int8, KvDtype::Int4];
+    for &dtype in if few() { &all[..1] } else { &all[..] } {
         let shape = Shape::latent(128, 512, 64, dtype);
         let fixture = Fixture::new(shape, &[37], f32::NAN);
         let width = shape.widths().0;

@@ -10,3 +10,9 @@ pub fn cases(own: u32) -> Config {
         None => Config { cases: own, ..default },
     }
 }
+
+/// Whether `PROPTEST_CASES` asks for so few cases that sweeps over all formats take a few of them, too: under an emulator.
+#[allow(dead_code, reason = "not every test sweeps")]
+pub fn few() -> bool {
+    std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse::<u32>().ok()).is_some_and(|n| n < 8)
+}
