@@ -187,15 +187,14 @@ fn entries<'a>(call: &Call<'a>) -> (Vec<Entry<'a>>, Vec<Vec<Row<'a>>>) {
             path,
         };
         let rows: Vec<Row> = tree::places(of).into_iter().map(row).collect();
-        let own_from = if of.parents.is_some() { of.start } else { usize::MAX };
-        let sees = |rows: &[Row<'_>]| match rows {
-            [] => 0..0,
-            [first, ..] => first.sees.start..rows[rows.len() - 1].sees.end,
+        let mut push = |rows: Vec<Row<'a>>, own_from: usize| {
+            let (Some(first), Some(last)) = (rows.first(), rows.last()) else { return };
+            entries.push(Entry { blocks: of.blocks, sees: first.sees.start..last.sees.end, own_from });
+            rows_of.push(rows);
         };
-        let per_entry = if of.parents.is_some() { 1 } else { rows.len().max(1) };
-        for rows in rows.chunks(per_entry) {
-            entries.push(Entry { blocks: of.blocks, sees: sees(rows), own_from });
-            rows_of.push(rows.to_vec());
+        match of.parents {
+            None => push(rows, usize::MAX),
+            Some(_) => rows.into_iter().for_each(|row| push(vec![row], of.start)),
         }
     }
     (entries, rows_of)

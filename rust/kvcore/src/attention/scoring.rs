@@ -84,6 +84,15 @@ impl<'a> Scoring<'a> {
         {
             return wrong(format!("softcap: expected a finite number above 0, got {cap}"));
         }
+        // Scores are scaled to the cap before they are bent: 0 times infinity would be no number.
+        if let Some(cap) = self.softcap
+            && !(self.scale / cap).is_finite()
+        {
+            return wrong(format!(
+                "softcap: expected scale / softcap to be a finite float32, got {} / {cap}",
+                self.scale
+            ));
+        }
         let per_head = |name: &str, values: &[f32]| match values.len() == num_q_heads {
             true => Ok(()),
             false => wrong(format!("{name}: expected one for each of {num_q_heads} q heads, got {}", values.len())),
@@ -134,7 +143,8 @@ impl HeadBias<'_> {
     pub fn at(&self, token: usize, position: usize) -> f32 {
         match *self {
             HeadBias::None => 0.0,
-            HeadBias::Slope(slope) => slope * (token as f32 - position as f32),
+            // The distance as an integer: far positions are no f32.
+            HeadBias::Slope(slope) => slope * (token as i64 - position as i64) as f32,
             HeadBias::Row { row, before } => row[(token + before).saturating_sub(position).min(row.len() - 1)],
         }
     }
@@ -151,6 +161,7 @@ mod tests {
         let at = |token| bias.at(token, 100);
         assert_eq!([90, 97, 98, 100, 101, 200].map(at), [-3.0, -3.0, -2.0, 0.0, 10.0, 10.0]);
         assert_eq!(HeadBias::Slope(0.5).at(97, 100), -1.5);
+        assert_eq!(HeadBias::Slope(1.0).at(1 << 25, (1 << 25) + 1), -1.0);
     }
 
     #[test]
@@ -163,6 +174,7 @@ mod tests {
             Scoring { softcap: Some(f32::INFINITY), ..plain },
             Scoring { softcap: Some(-1.0), ..plain },
             Scoring { softcap: Some(1e-40), ..plain },
+            Scoring { softcap: Some(1e-30), scale: 1e30, ..plain },
             Scoring { sinks: Some(&[0.0; 3]), ..plain },
             Scoring { sinks: Some(&[0.0, 0.0, 0.0, f32::NAN]), ..plain },
             Scoring { bias: Bias::Alibi(&[1.0]), ..plain },
