@@ -423,6 +423,12 @@ def test_shapes_are_named() -> None:
     for softcap in (0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300):
         with pytest.raises(InvalidArgument, match="softcap: expected a finite number above 0"):
             world.cache.attend(0, world.batch, floats(5, 4, 8), softcap=softcap)
+    for number in (3e38, -3e38):  # finite, but not in base 2
+        numbers = np.full((4, 1), number, np.float32)
+        with pytest.raises(InvalidArgument, match="position_bias: expected finite numbers from -2e38 to 2e38"):
+            world.cache.attend(0, world.batch, floats(5, 4, 8), position_bias=numbers)
+        with pytest.raises(InvalidArgument, match="alibi_slopes: expected finite numbers from -1e28 to 1e28"):
+            world.cache.attend(0, world.batch, floats(5, 4, 8), alibi_slopes=numbers[:, 0])
     for name in ("sinks", "alibi_slopes"):
         for wrong in (floats(3), floats(5), floats(4, 1), floats(0)):
             with pytest.raises(InvalidArgument, match=name):

@@ -12,6 +12,12 @@
 
 use crate::{Error, Result};
 
+/// The largest number that scores are given: it stays finite in base 2.
+const LARGEST: f32 = 2e38;
+
+/// The largest slope: times any distance between positions of 32 bits it stays below [`LARGEST`].
+const STEEPEST: f32 = 1e28;
+
 /// What is added to the scores of a query head, by the token's distance from the query.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Bias<'a> {
@@ -76,13 +82,16 @@ impl<'a> Scoring<'a> {
     /// [`Error::InvalidArgument`] for numbers that are not finite or of the wrong count.
     pub(super) fn check(&self, num_q_heads: usize) -> Result<()> {
         let wrong = |text: String| Err(Error::InvalidArgument(text));
-        if !self.scale.is_finite() {
-            return wrong(format!("scale: expected a finite float32, got {:?}", self.scale));
+        if !self.scale.is_finite() || self.scale.abs() > LARGEST {
+            return wrong(format!("scale: expected a finite number up to {LARGEST:e}, got {:?}", self.scale));
         }
         if let Some(cap) = self.softcap
-            && !(cap.is_normal() && cap > 0.0)
+            && !(f32::MIN_POSITIVE..=LARGEST).contains(&cap)
         {
-            return wrong(format!("softcap: expected a finite number above 0, got {cap}"));
+            let least = f32::MIN_POSITIVE;
+            return wrong(format!(
+                "softcap: expected a finite number above 0, from {least:e} to {LARGEST:e}, got {cap:?}"
+            ));
         }
         // Scores are scaled to the cap before they are bent: 0 times infinity would be no number.
         if let Some(cap) = self.softcap
@@ -97,20 +106,23 @@ impl<'a> Scoring<'a> {
             true => Ok(()),
             false => wrong(format!("{name}: expected one for each of {num_q_heads} q heads, got {}", values.len())),
         };
-        let numbers = |name: &str, values: &[f32]| match values.iter().find(|x| !x.is_finite()) {
+        let numbers = |name: &str, values: &[f32], most: f32| match values.iter().find(|x| x.is_nan() || x.abs() > most)
+        {
             None => Ok(()),
-            Some(x) => wrong(format!("{name}: expected finite numbers, got {x}")),
+            Some(x) => wrong(format!("{name}: expected finite numbers from -{most:e} to {most:e}, got {x:?}")),
         };
         if let Some(sinks) = self.sinks {
             per_head("sinks", sinks)?;
             // A head without a sink is one whose logit is minus infinity.
-            if let Some(x) = sinks.iter().find(|x| x.is_nan() || **x == f32::INFINITY) {
-                return wrong(format!("sinks: expected numbers below infinity, got {x}"));
+            if let Some(x) = sinks.iter().find(|x| x.is_nan() || **x > LARGEST) {
+                return wrong(format!("sinks: expected numbers up to {LARGEST:e}, got {x:?}"));
             }
         }
         match self.bias {
             Bias::None => Ok(()),
-            Bias::Alibi(slopes) => per_head("alibi_slopes", slopes).and_then(|()| numbers("alibi_slopes", slopes)),
+            Bias::Alibi(slopes) => {
+                per_head("alibi_slopes", slopes).and_then(|()| numbers("alibi_slopes", slopes, STEEPEST))
+            }
             Bias::Relative { table, before } => {
                 let width = table.len() / num_q_heads;
                 if width * num_q_heads != table.len() || width <= before {
@@ -119,7 +131,7 @@ impl<'a> Scoring<'a> {
                         table.len()
                     ));
                 }
-                numbers("position_bias", table)
+                numbers("position_bias", table, LARGEST)
             }
         }
     }
@@ -174,6 +186,11 @@ mod tests {
             Scoring { softcap: Some(f32::INFINITY), ..plain },
             Scoring { softcap: Some(-1.0), ..plain },
             Scoring { softcap: Some(1e-40), ..plain },
+            Scoring { softcap: Some(2.4e38), ..plain },
+            Scoring { scale: -3e38, ..plain },
+            Scoring { sinks: Some(&[0.0, 0.0, 2.4e38, 0.0]), ..plain },
+            Scoring { bias: Bias::Alibi(&[1e37; 4]), ..plain },
+            Scoring { bias: Bias::Relative { table: &[f32::MIN; 4], before: 0 }, ..plain },
             Scoring { softcap: Some(1e-30), scale: 1e30, ..plain },
             Scoring { sinks: Some(&[0.0; 3]), ..plain },
             Scoring { sinks: Some(&[0.0, 0.0, 0.0, f32::NAN]), ..plain },

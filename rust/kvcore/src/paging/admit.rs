@@ -79,6 +79,7 @@ impl BlockManager {
         }
         let tokens = copied(token_ids, "token ids")?;
         let mut tables = self.empty_tables(token_ids.len())?;
+        self.sequences.make_room()?;
         let class = self.class_for(options)?;
         self.blocks.sweep();
         let use_prefix = options.use_prefix && self.config.enable_prefix_caching;

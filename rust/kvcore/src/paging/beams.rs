@@ -18,8 +18,9 @@ impl BlockManager {
     /// A second sequence with the same tokens that shares every computed block by reference, and the blocks of an
     /// encoder. What the first has planned but not committed is forgotten. Errors: `InvalidHandle`, `OutOfMemory`.
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
-        let sequence = self.sequences.get_mut(seq)?;
         // What could fail comes first.
+        self.sequences.make_room()?;
+        let sequence = self.sequences.get_mut(seq)?;
         let (tokens, tables) = sequence.copied()?;
         self.blocks.release_plan(sequence, self.config.block_size)?;
         self.blocks.share(sequence)?;

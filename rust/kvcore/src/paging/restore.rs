@@ -85,6 +85,7 @@ impl BlockManager {
             .map(|group| self.first_entry(group, &shared[group], saved))
             .collect::<Result<_>>()?;
         let known = copied(saved.token_ids, "token ids")?;
+        self.sequences.make_room()?;
         // From here on nothing fails.
         let class = self.class_for(options)?;
         let (tables, fill) = self.restored_tables(&shared, &firsts, borrowed, saved.computed, carrier)?;

@@ -7,7 +7,7 @@ use super::block::BlockId;
 use super::key::OwnedKey;
 use super::prefix::Link;
 use super::retention::ClassId;
-use super::room::copied;
+use super::room::{copied, make_room};
 use crate::{Error, Result};
 
 /// Handle of a sequence. Never given twice, so one that was freed or belongs to another cache is an error everywhere.
@@ -158,6 +158,16 @@ impl SequenceTable {
 
     pub fn len(&self) -> usize {
         self.entries.len() - self.unused.len()
+    }
+
+    /// Room for one more, so that neither [`Self::insert`] nor [`Self::remove`] asks for memory.
+    pub fn make_room(&mut self) -> Result<()> {
+        if self.unused.is_empty() {
+            make_room(&mut self.entries, 1, "sequences")?;
+            let more = (self.entries.len() + 1).saturating_sub(self.unused.len());
+            make_room(&mut self.unused, more, "sequences")?;
+        }
+        Ok(())
     }
 
     pub fn insert(&mut self, mut sequence: Sequence) -> SeqId {
