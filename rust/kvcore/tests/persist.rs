@@ -96,7 +96,7 @@ fn forge(path: &Path, header: &str, data: &[u8]) {
 fn header(rest: &str) -> String {
     let order = if cfg!(target_endian = "little") { "little" } else { "big" };
     format!(
-        r#"{{"__metadata__":{{"format":"kvcore","format_version":"1","kind":"sequence","byte_order":"{order}",
+        r#"{{"__metadata__":{{"format":"kvcore","format_version":"2","kind":"sequence","byte_order":"{order}",
             "fingerprint.model":"a model","fingerprint.dtype":"bfloat16","fingerprint.block_size":"16"}}{rest}}}"#
     )
 }
@@ -246,7 +246,7 @@ fn hostile_headers_are_refused() {
         ("deep nesting of a tensor", format!(r#"{{"a":{}"#, r#"{"a":"#.repeat(100_000)), vec![]),
         ("no metadata", format!("{{{}}}", &GOOD[1..]), data.clone()),
         ("another program's file", header(GOOD).replace(r#""format":"kvcore""#, r#""format":"pt""#), data.clone()),
-        ("another version", header(GOOD).replace(r#""format_version":"1""#, r#""format_version":"2""#), data.clone()),
+        ("another version", header(GOOD).replace(r#""format_version":"2""#, r#""format_version":"1""#), data.clone()),
         ("another kind", header(GOOD).replace("sequence", "prefixes"), data.clone()),
         ("another byte order", header(GOOD).replace("little", "middle").replace("big", "middle"), data.clone()),
         ("another model", header(GOOD).replace("a model", "b model"), data.clone()),

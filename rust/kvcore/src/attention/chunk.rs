@@ -23,9 +23,6 @@ pub const CHUNK: usize = 256;
 /// Tiles of a chunk.
 pub const TILES: usize = CHUNK / TILE;
 
-/// K tiles that are asked for before their chunk's turn comes: those that go through the registers first.
-pub const NEXT_TILES: usize = 4;
-
 /// What one KV head of a sequence has stored.
 #[derive(Clone, Copy)]
 pub struct Context<'a> {
@@ -59,8 +56,6 @@ pub struct Chunk<'a, F: Format> {
     pub v: [&'a [F::Raw]; TILES],
     /// Scales of each token, where the cache has them.
     pub scales: Option<TokenScales<'a>>,
-    /// The first K tiles of the next chunk, to be asked for ahead; empty where there are none, or not in this form.
-    pub next_k: [&'a [F::Raw]; NEXT_TILES],
 }
 
 /// What each token's stored values are multiplied by.
@@ -78,7 +73,8 @@ impl<'a> Context<'a> {
         (l.k_dim / F::STEP, TILE / F::STEP * l.width() / TILE)
     }
 
-    fn expands(&self) -> bool {
+    /// Whether tiles are expanded before they are multiplied.
+    pub fn expands(&self) -> bool {
         self.view.layout.dtype == KvDtype::Int4
     }
 
@@ -86,6 +82,13 @@ impl<'a> Context<'a> {
     fn place(&self, t: usize) -> (BlockId, usize) {
         let per_block = self.view.layout.block_size / TILE;
         (self.blocks[t / per_block], t % per_block)
+    }
+
+    /// The stored bytes of tile `t`, K and V.
+    pub fn stored(&self, t: usize) -> [&'a [u8]; 2] {
+        let (block, tile) = self.place(t);
+        let v = if self.view.layout.latent { &[] } else { self.view.v_tile(block, self.head, tile) };
+        [self.view.k_tile(block, self.head, tile), v]
     }
 
     /// Make room in `buffers` for [`Self::chunk`], or none if it needs none.
@@ -112,6 +115,28 @@ impl<'a> Context<'a> {
         to.scales = scales.0.zip(scales.1).map(|(k, v)| [*k, *v]);
     }
 
+    /// The tiles `tiles` of chunk `c` as they are stored; empty where the kernels cannot read them so.
+    pub fn stored_chunk<F: Format>(&self, c: usize, tiles: Range<usize>) -> Chunk<'a, F> {
+        let (view, head) = (self.view, self.head);
+        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None };
+        for t in tiles {
+            let (block, tile) = self.place(c * TILES + t);
+            if !self.expands() {
+                chunk.k[t] = bytemuck::cast_slice(view.k_tile(block, head, tile));
+            }
+            if !self.expands() && !view.layout.latent {
+                chunk.v[t] = bytemuck::cast_slice(view.v_tile(block, head, tile));
+            }
+            let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
+            if let (Some(k), Some(v)) = scales {
+                const ONES: &[f32; TILE] = &[1.0; TILE];
+                let scales = chunk.scales.get_or_insert(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
+                (scales.k[t], scales.v[t]) = (k, v);
+            }
+        }
+        chunk
+    }
+
     /// The tiles `tiles` of chunk `c`; those of `path`, if there is one.
     pub fn chunk<'b, S: Simd, F: Format>(
         &self,
@@ -124,8 +149,6 @@ impl<'a> Context<'a> {
     where
         'a: 'b,
     {
-        let (view, head) = (self.view, self.head);
-        let place = |t: usize| self.place(c * TILES + t);
         if !buffers.v.is_empty() {
             s.run(Fill { context: self, c, tiles: tiles.clone(), buffers });
         }
@@ -136,39 +159,20 @@ impl<'a> Context<'a> {
             buffers.gathered.extend(left.map(|t| (t, gather(s, self, path, position(t)))));
         }
         let buffers: &'b Buffers<F> = buffers;
+        let mut chunk = self.stored_chunk(c, tiles.clone());
         let (k_steps, v_steps) = self.steps::<F>();
-        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None, next_k: [&[]; NEXT_TILES] };
         for t in tiles {
-            let (block, tile) = place(t);
-            chunk.k[t] = match buffers.k.is_empty() {
-                true => bytemuck::cast_slice(view.k_tile(block, head, tile)),
-                false => &buffers.k[t * k_steps..][..k_steps],
-            };
-            chunk.v[t] = match buffers.v.is_empty() {
-                true => bytemuck::cast_slice(view.v_tile(block, head, tile)),
-                false => &buffers.v[t * v_steps..][..v_steps],
-            };
-            let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
-            if let (Some(k), Some(v)) = scales {
-                const ONES: &[f32; TILE] = &[1.0; TILE];
-                let scales = chunk.scales.get_or_insert(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
-                (scales.k[t], scales.v[t]) = (k, v);
+            if !buffers.k.is_empty() {
+                chunk.k[t] = &buffers.k[t * k_steps..][..k_steps];
+            }
+            if !buffers.v.is_empty() {
+                chunk.v[t] = &buffers.v[t * v_steps..][..v_steps];
             }
         }
         for (t, gathered) in &buffers.gathered {
             (chunk.k[*t], chunk.v[*t]) = (&gathered.k, &gathered.v);
             if let (Some(scales), Some([k, v])) = (&mut chunk.scales, &gathered.scales) {
                 (scales.k[*t], scales.v[*t]) = (k, v);
-            }
-        }
-        if buffers.k.is_empty() {
-            for (t, next) in chunk.next_k.iter_mut().enumerate() {
-                let t = (c + 1) * TILES + t;
-                let block = self.blocks.get(t / (view.layout.block_size / TILE));
-                if block.is_some_and(|block| block.index() < view.layout.num_blocks) {
-                    let (block, tile) = self.place(t);
-                    *next = bytemuck::cast_slice(view.k_tile(block, head, tile));
-                }
             }
         }
         chunk

@@ -7,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 use super::Call;
-use super::chunk::Context;
 use super::tile::{Partial, QueryTile, Row, Scratch};
 use super::tree;
 use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
@@ -98,8 +97,10 @@ impl<S: Simd, F: Format> Work<S> for On<'_, F> {
             let q = &call.q[(first + row) * q_width..][..q_width];
             let (position, path) = places[row].clone();
             let rows = [Row { position, sees: of.mask.sees(position), q, path }];
-            let context = Context { view: call.view, blocks: of.blocks, head: q_head / group };
-            let tile = QueryTile { context, group, rows: &rows, scoring: &call.scoring };
+            let head = q_head / group;
+            let heads = head..head + 1;
+            let (view, blocks) = (call.view, of.blocks);
+            let tile = QueryTile { view, blocks, heads, group, rows: &rows, scoring: &call.scoring };
             tile.run_of_chunks(s, &mut scratch, tile.chunks(), &mut running, |query, token, visible, scores| {
                 if query == q_head % group {
                     logits[token + visible.start..token + visible.end].copy_from_slice(&scores[visible]);

@@ -12,11 +12,13 @@
 //! so neither batch, shared prefixes, row tiles, task splits nor threads change a bit of it (see [`tile`]).
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod cascade;
 mod chunk;
 mod gather;
 mod maps;
 mod mask;
+mod products;
 pub mod reference;
 mod run;
 mod scoring;

@@ -1,7 +1,7 @@
 //! The tasks of a call.
 //!
 //! ```text
-//! segments (rows that read the same tiles over some chunks)  ->  tiles of up to 32 queries, for each KV head  ->  pieces
+//! segments (rows that read the same tiles over some chunks)  ->  tiles of up to 32 queries of some KV heads  ->  pieces
 //!     a tile that is all its rows ever see                       done at once: straight to the output
 //!     any other                                                  its states are kept: one for the piece that its rows
 //!                                                                begin with, else one for each chunk
@@ -13,9 +13,8 @@
 use std::ops::Range;
 
 use super::cascade::{Entry, Segment, share};
-use super::chunk::Context;
 use super::softmax::{Finish, Merge};
-use super::tile::{Partial, QueryTile, Row, Scratch, State};
+use super::tile::{Partial, QueryTile, Row, Scratch, State, heads_of};
 use super::tree;
 use super::{Call, Output};
 use crate::Result;
@@ -58,14 +57,14 @@ struct Slot<'a> {
     lse: Option<&'a mut [f32]>,
 }
 
-/// Some queries of one KV head over some chunks.
+/// A tile over some chunks.
 struct Piece<'a> {
     tile: QueryTile<'a>,
     result: PieceResult<'a>,
 }
 
 enum PieceResult<'a> {
-    /// All that the rows see.
+    /// All that the rows see; slots head after head.
     Whole(Vec<Slot<'a>>),
     /// The chunks that the rows begin with, merged.
     Begin { chunks: Range<usize>, state: &'a mut Partial },
@@ -73,10 +72,10 @@ enum PieceResult<'a> {
     Later { first: usize, states: &'a mut [Partial] },
 }
 
-/// Kept states of the rows `rows` (as places in the order of [`share`]) and one KV head.
+/// Kept states of the rows `rows` (as places in the order of [`share`]) and some KV heads.
 struct Kept {
     rows: Range<usize>,
-    head: usize,
+    heads: Range<usize>,
     chunks: Range<usize>,
     /// One state for all chunks, else one for each.
     begin: bool,
@@ -107,35 +106,46 @@ impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
         let rows: Vec<Row> = order.iter().flat_map(|&entry| std::mem::take(&mut rows_of[entry])).collect();
         let kv_heads = call.view.layout.num_kv_heads;
         let tiles = tiles(call, &order, &segments, &rows, &places);
+        let group = call.num_q_heads / kv_heads;
         let serial = threads.num_threads() == 1 || work(call, &rows) < SERIAL_WORK;
-        let chunks: usize = tiles.iter().map(|tile| tile.chunks.len()).sum::<usize>() * kv_heads;
-        let length = if serial { usize::MAX } else { chunks.div_ceil(PIECES_PER_THREAD * threads.num_threads()) };
+        // What one thread would do together is cut where others would have nothing to do.
+        let (mut most, wanted) = (kv_heads, if serial { 0 } else { PIECES_PER_THREAD * threads.num_threads() });
+        let heads_of = |tile: &Tile, most: usize| {
+            let heads = heads_of(&call.view, &rows[tile.rows.clone()], group, QUERIES_PER_TILE).min(most);
+            head_ranges(kv_heads, heads)
+        };
+        let units = |most| tiles.iter().map(|tile| tile.chunks.len() * heads_of(tile, most).len()).sum::<usize>();
+        while most > 1 && units(most) < wanted {
+            most = most.div_ceil(2);
+        }
+        let length = if serial { usize::MAX } else { units(most).div_ceil(wanted) };
 
         let mut kept: Vec<Kept> = Vec::new();
         for tile in tiles.iter().filter(|tile| !tile.whole || tile.chunks.len() > length) {
-            for head in 0..kv_heads {
+            for heads in heads_of(tile, most) {
                 kept.extend(cut(tile, length).map(|(chunks, begin)| {
                     let states = vec![Partial::default(); if begin { 1 } else { chunks.len() }];
-                    Kept { rows: tile.rows.clone(), head, chunks, begin, states }
+                    Kept { rows: tile.rows.clone(), heads: heads.clone(), chunks, begin, states }
                 }));
             }
         }
         let mut slots = slots(call, output, &counts, &order, &places);
-        let query_tile = |tile: &Tile, head: usize| QueryTile {
-            context: Context { view: call.view, blocks: entries[tile.entry].blocks, head },
-            group: call.num_q_heads / kv_heads,
-            rows: &rows[tile.rows.clone()],
-            scoring: &call.scoring,
-        };
-        let mut pieces = Vec::with_capacity(tiles.len() * kv_heads);
+        let mut pieces = Vec::with_capacity(tiles.len());
         let mut rest = kept.iter_mut();
         for tile in &tiles {
-            for head in 0..kv_heads {
-                let queries = query_tile(tile, head);
+            for heads in heads_of(tile, most) {
+                let queries = || QueryTile {
+                    view: call.view,
+                    blocks: entries[tile.entry].blocks,
+                    heads: heads.clone(),
+                    group,
+                    rows: &rows[tile.rows.clone()],
+                    scoring: &call.scoring,
+                };
                 if tile.whole && tile.chunks.len() <= length {
-                    let taken =
-                        tile.rows.clone().map(|row| slots[row * kv_heads + head].take().expect("one whole tile"));
-                    pieces.push(Piece { tile: queries, result: PieceResult::Whole(taken.collect()) });
+                    let places = heads.clone().flat_map(|head| tile.rows.clone().map(move |row| row * kv_heads + head));
+                    let taken = places.map(|place| slots[place].take().expect("one whole tile"));
+                    pieces.push(Piece { tile: queries(), result: PieceResult::Whole(taken.collect()) });
                 } else {
                     for kept in rest.by_ref().take(cut(tile, length).count()) {
                         let (chunks, states) = (kept.chunks.clone(), &mut kept.states);
@@ -143,7 +153,7 @@ impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
                             true => PieceResult::Begin { chunks, state: &mut states[0] },
                             false => PieceResult::Later { first: chunks.start, states },
                         };
-                        pieces.push(Piece { tile: queries, result });
+                        pieces.push(Piece { tile: queries(), result });
                     }
                 }
             }
@@ -165,7 +175,7 @@ impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
             return Ok(());
         }
         let merges = merges(call, &kept, &rows, slots);
-        if serial {
+        if serial || merged(call, &kept) < SERIAL_WORK {
             merges.into_iter().for_each(|merge| s.run(merge));
             Ok(())
         } else {
@@ -240,6 +250,19 @@ fn tiles(call: &Call<'_>, order: &[usize], segments: &[Segment], rows: &[Row<'_>
     tiles
 }
 
+/// The KV heads in ranges of at most `most`, as equal as may be.
+fn head_ranges(kv_heads: usize, most: usize) -> impl ExactSizeIterator<Item = Range<usize>> {
+    let each = kv_heads.div_ceil(kv_heads.div_ceil(most));
+    (0..kv_heads.div_ceil(each)).map(move |i| i * each..((i + 1) * each).min(kv_heads))
+}
+
+/// Multiply-adds of the merges.
+fn merged(call: &Call<'_>, kept: &[Kept]) -> usize {
+    let l = &call.view.layout;
+    let queries = |kept: &Kept| kept.rows.len() * kept.heads.len() * call.num_q_heads / l.num_kv_heads;
+    kept.iter().map(|kept| queries(kept) * kept.states.len() * l.width()).sum()
+}
+
 /// Pieces of at most `length` chunks, and whether the piece is what its rows begin with.
 fn cut(tile: &Tile, length: usize) -> impl Iterator<Item = (Range<usize>, bool)> {
     let (chunks, begins) = (tile.chunks.clone(), tile.begins);
@@ -295,8 +318,9 @@ impl<S: Simd, F: Format> Work<S> for On<'_, '_, S, F> {
     fn run(self, s: S) {
         let Piece { tile, result } = self.piece;
         match result {
-            PieceResult::Whole(mut slots) => tile.attend(s, self.scratch, |row, head, state| {
-                finish(s, &tile, head, state, &mut slots[row]);
+            PieceResult::Whole(mut slots) => tile.attend(s, self.scratch, |row, q_head, state| {
+                let slot = (q_head / tile.group - tile.heads.start) * tile.rows.len() + row;
+                finish(s, &tile, q_head, state, &mut slots[slot]);
             }),
             PieceResult::Begin { chunks, state } => tile.run_of_chunks(s, self.scratch, chunks, state, |_, _, _, _| {}),
             PieceResult::Later { first, states } => tile.some_chunks(s, self.scratch, first, states),
@@ -305,17 +329,16 @@ impl<S: Simd, F: Format> Work<S> for On<'_, '_, S, F> {
 }
 
 /// Write one query's result.
-fn finish<S: Simd>(s: S, tile: &QueryTile<'_>, head: usize, state: State<'_>, slot: &mut Slot<'_>) {
-    let Context { view, head: kv_head, .. } = tile.context;
-    let v_dim = view.layout.v_dim;
+fn finish<S: Simd>(s: S, tile: &QueryTile<'_>, q_head: usize, state: State<'_>, slot: &mut Slot<'_>) {
+    let (v_dim, i) = (tile.view.layout.v_dim, q_head % tile.group);
     let lse = s.run(Finish {
         state,
-        sink: tile.scoring.sinks.map(|sinks| sinks[kv_head * tile.group + head]),
-        scale: view.v_scale(kv_head),
-        out: &mut slot.out[head * v_dim..][..v_dim],
+        sink: tile.scoring.sinks.map(|sinks| sinks[q_head]),
+        scale: tile.view.v_scale(q_head / tile.group),
+        out: &mut slot.out[i * v_dim..][..v_dim],
     });
     if let Some(out) = &mut slot.lse {
-        out[head] = lse;
+        out[i] = lse;
     }
 }
 
@@ -337,8 +360,8 @@ fn merges<'a>(
     let kv_heads = call.view.layout.num_kv_heads;
     let mut of: Vec<Vec<&Kept>> = vec![Vec::new(); slots.len()];
     for kept in kept {
-        for row in kept.rows.clone() {
-            of[row * kv_heads + kept.head].push(kept);
+        for (row, head) in kept.rows.clone().flat_map(|row| kept.heads.clone().map(move |head| (row, head))) {
+            of[row * kv_heads + head].push(kept);
         }
     }
     let left = slots.into_iter().zip(of).enumerate();
@@ -346,7 +369,9 @@ fn merges<'a>(
         kept.sort_unstable_by_key(|kept| kept.chunks.start);
         let (row, head) = (i / kv_heads, i % kv_heads);
         let tile = QueryTile {
-            context: Context { view: call.view, blocks: &[], head },
+            view: call.view,
+            blocks: &[],
+            heads: head..head + 1,
             group: call.num_q_heads / kv_heads,
             rows: &rows[row..=row],
             scoring: &call.scoring,
@@ -361,14 +386,16 @@ impl<S: Simd> Work<S> for MergeRow<'_> {
 
     #[inline(always)]
     fn run(mut self, s: S) {
-        let width = self.tile.context.view.layout.width();
+        let width = self.tile.view.layout.width();
+        let kv_head = self.tile.heads.start;
         let first = self.tile.rows[0].chunks().start;
         let last = self.tile.rows[0].chunks().end;
         let mut acc = vec![0.0; width];
-        for head in 0..self.tile.group {
+        for i in 0..self.tile.group {
             let (mut m, mut l) = (0.0, 0.0);
             for kept in &self.kept {
-                let query = (self.row - kept.rows.start) * self.tile.group + head;
+                let row = (kv_head - kept.heads.start) * kept.rows.len() + self.row - kept.rows.start;
+                let query = row * self.tile.group + i;
                 for (i, state) in kept.states.iter().enumerate() {
                     let chunk = kept.chunks.start + i;
                     // A row may see none of a chunk that others of its tile see.
@@ -385,7 +412,7 @@ impl<S: Simd> Work<S> for MergeRow<'_> {
                     }
                 }
             }
-            finish(s, &self.tile, head, State { m, l, acc: &acc }, &mut self.slot);
+            finish(s, &self.tile, kv_head * self.tile.group + i, State { m, l, acc: &acc }, &mut self.slot);
         }
     }
 }

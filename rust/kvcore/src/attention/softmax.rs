@@ -12,8 +12,9 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::chunk::{CHUNK, Chunk};
+use super::products::tiles_of;
 use super::scoring::HeadBias;
-use super::tile::{State, tiles_of};
+use super::tile::State;
 use crate::simd::{Format, LANES, Simd, Work, math};
 use crate::storage::TILE;
 
@@ -52,48 +53,91 @@ impl<S: Simd, F: Format> Work<S> for Weights<'_, S, F> {
     type Output = (f32, f32);
 
     #[inline(always)]
-    fn run(self, s: S) -> (f32, f32) {
-        // Bent scores are scaled to their cap first and to base 2 behind it.
-        let scale = s.splat(self.scale * self.softcap.map_or(LOG2_E, f32::recip));
-        let cap = self.softcap.map(|cap| s.splat(cap * LOG2_E));
-        let (zero, lowest) = (s.splat(0.0), s.splat(f32::NEG_INFINITY));
+    fn run(mut self, s: S) -> (f32, f32) {
+        let max = match (self.softcap, self.bias, self.chunk.scales.as_ref()) {
+            (None, HeadBias::None, None) => {
+                let scale = s.splat(self.scale * LOG2_E);
+                self.scaled(s, |_, x| s.mul(x, scale))
+            }
+            (None, HeadBias::None, Some(scales)) => {
+                let scale = s.splat(self.scale * LOG2_E);
+                self.scaled(s, |t, x| s.mul(s.mul(x, scale), s.load(scales.k[t])))
+            }
+            _ => {
+                let bent = Bent { scale: self.scale, softcap: self.softcap, bias: self.bias, chunk: self.chunk };
+                let (first_token, position) = (self.first_token, self.position);
+                self.scaled(s, |t, x| bent.of(s, t, first_token + t * TILE, position, x))
+            }
+        };
         let (visible, tiles) = (&self.visible, tiles_of(&self.visible));
-        let scores = self.scores.as_chunks_mut::<LANES>().0;
-        let scales = self.chunk.scales.as_ref();
-        let mut max = lowest;
-        for t in tiles.clone() {
-            let mut x = s.mul(s.load(&scores[t]), scale);
-            if let Some(scales) = scales {
-                x = s.mul(x, s.load(scales.k[t]));
-            }
-            if let Some(cap) = cap {
-                x = s.mul(math::tanh(s, x), cap);
-            }
-            if !matches!(self.bias, HeadBias::None) {
-                let token = |i: usize| self.first_token + t * TILE + i;
-                let bias: [f32; LANES] = std::array::from_fn(|i| self.bias.at(token(i), self.position));
-                x = s.mul_add(s.load(&bias), s.splat(LOG2_E), x);
-            }
-            x = visible_lanes(s, visible, t, x, lowest);
-            max = s.max(max, x);
-            s.store(x, &mut scores[t]);
-        }
-        let max = s.reduce_max(max);
-        let mut sum = zero;
+        let scores = &self.scores.as_chunks::<LANES>().0[tiles.clone()];
         let outs = self.weights.chunks_exact_mut(TILE / F::STEP).skip(tiles.start);
-        for (t, out) in tiles.zip(outs) {
-            let mut x = math::exp2(s, s.sub(s.load(&scores[t]), s.splat(max)));
-            if let Some(scales) = scales {
-                sum = s.add(sum, x);
-                // Zero times the scale of a stale slot, which may be anything, is not zero.
-                x = F::round_coefs(s, visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero));
-            } else {
-                x = F::round_weights(s, x);
-                sum = s.add(sum, x);
+        let (mut sum, zero, max_lanes) = (s.splat(0.0), s.splat(0.0), s.splat(max));
+        match &self.chunk.scales {
+            None => {
+                for (scores, out) in scores.iter().zip(outs) {
+                    let x = F::round_weights(s, math::exp2(s, s.sub(s.load(scores), max_lanes)));
+                    sum = s.add(sum, x);
+                    F::store_coefs(s, x, out);
+                }
             }
-            F::store_coefs(s, x, out);
+            Some(scales) => {
+                for ((t, scores), out) in tiles.zip(scores).zip(outs) {
+                    let x = math::exp2(s, s.sub(s.load(scores), max_lanes));
+                    sum = s.add(sum, x);
+                    // Zero times the scale of a stale slot, which may be anything, is not zero.
+                    let scaled = visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero);
+                    F::store_coefs(s, F::round_coefs(s, scaled), out);
+                }
+            }
         }
         (max, s.reduce_sum(sum))
+    }
+}
+
+impl<S: Simd, F: Format> Weights<'_, S, F> {
+    /// Pass each tile's scores through `scale`, hide what is not seen, and return the maximum.
+    #[inline(always)]
+    fn scaled(&mut self, s: S, scale: impl Fn(usize, S::F32) -> S::F32) -> f32 {
+        let (visible, tiles, lowest) = (&self.visible, tiles_of(&self.visible), s.splat(f32::NEG_INFINITY));
+        let last = tiles.end - 1;
+        let mut max = lowest;
+        for (t, scores) in tiles.clone().zip(&mut self.scores.as_chunks_mut::<LANES>().0[tiles.clone()]) {
+            let mut x = scale(t, s.load(scores));
+            if t == tiles.start || t == last {
+                x = visible_lanes(s, visible, t, x, lowest);
+            }
+            max = s.max(max, x);
+            s.store(x, scores);
+        }
+        s.reduce_max(max)
+    }
+}
+
+/// All that may be done to scores.
+struct Bent<'a, F: Format> {
+    scale: f32,
+    softcap: Option<f32>,
+    bias: HeadBias<'a>,
+    chunk: &'a Chunk<'a, F>,
+}
+
+impl<F: Format> Bent<'_, F> {
+    #[inline(always)]
+    fn of<S: Simd>(&self, s: S, t: usize, token: usize, position: usize, x: S::F32) -> S::F32 {
+        // Bent scores are scaled to their cap first and to base 2 behind it.
+        let mut x = s.mul(x, s.splat(self.scale * self.softcap.map_or(LOG2_E, f32::recip)));
+        if let Some(scales) = &self.chunk.scales {
+            x = s.mul(x, s.load(scales.k[t]));
+        }
+        if let Some(cap) = self.softcap {
+            x = s.mul(math::tanh(s, x), s.splat(cap * LOG2_E));
+        }
+        if !matches!(self.bias, HeadBias::None) {
+            let bias: [f32; LANES] = std::array::from_fn(|i| self.bias.at(token + i, position));
+            x = s.mul_add(s.load(&bias), s.splat(LOG2_E), x);
+        }
+        x
     }
 }
 

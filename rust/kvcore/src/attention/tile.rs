@@ -1,4 +1,4 @@
-//! One tile of queries against the context of one KV head.
+//! One tile of queries against the context of one or more KV heads.
 //!
 //! ```text
 //! for each chunk of 256 tokens (at fixed positions):
@@ -13,19 +13,30 @@
 //! in exactly the tokens it may see, so its bits do not depend on the rows beside it. Its first chunk is taken as it is,
 //! later ones are merged in order. Slots that a row does not see are masked by selection (K and its scales) or not read
 //! (V): they may hold NaN.
+//!
+//! Decode has few queries for each KV head, and waits for memory. So a tile takes as many heads as make up for it, and
+//! goes through a window of some tokens of all of them before the next, which is in the order of memory; the next window
+//! is asked for meanwhile. With many queries of one head products bind, and each register tile goes through the whole
+//! chunk.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
 
-use super::chunk::{Buffers, CHUNK, Chunk, Context, NEXT_TILES, TILES};
+use super::ahead::{Ahead, MAX_TILES};
+use super::chunk::{Buffers, CHUNK, Context, TILES};
+use super::products::{self, MAX_M, Shared, tile_size, tiles_of};
 use super::scoring::Scoring;
 use super::softmax::{Merge, Weights};
 use super::tree::Path;
-use crate::simd::{Format, LANES, Simd, Work, tile as kernel};
-use crate::storage::TILE;
+use crate::paging::BlockId;
+use crate::simd::{Format, LANES, Simd, Work};
+use crate::storage::{KvDtype, LayerView, TILE};
 
-/// The largest number of queries that go through one register tile together.
-const MAX_M: usize = 8;
+/// Tiles of a chunk that all heads of a tile go through before the next ones.
+const WINDOW: usize = MAX_TILES;
+
+/// Bytes of K of all heads in 16 tokens that a tile should not exceed: two windows wait in the second-level cache.
+const HEADS_BYTES: usize = 32 << 10;
 
 /// Gets a query, the first token of a chunk, what of it the query sees (counted from that token), and the chunk's scores in
 /// base-2 units as the softmax takes them.
@@ -52,11 +63,16 @@ impl Row<'_> {
     }
 }
 
-/// Rows that read the same tiles of one KV head; a query is one of the head's query heads in one row.
-#[derive(Clone, Copy)]
+/// Rows that read the same tiles of some KV heads; a query is one of a head's query heads in one row. Queries are
+/// counted head after head, within these row after row.
+#[derive(Clone)]
 pub struct QueryTile<'a> {
-    /// K and V of the head.
-    pub context: Context<'a>,
+    /// K and V of the layer.
+    pub view: LayerView<'a>,
+    /// The rows' block table.
+    pub blocks: &'a [BlockId],
+    /// The KV heads; one alone where rows have a path, or tiles are not read as they are stored.
+    pub heads: Range<usize>,
     /// Query heads for each KV head.
     pub group: usize,
     /// The rows.
@@ -106,6 +122,7 @@ pub struct Scratch<S: Simd, F: Format> {
     scores: Vec<[f32; CHUNK]>,
     weights: Vec<[F::Coef<S>; CHUNK]>,
     buffers: Buffers<F>,
+    registers: Vec<RegisterTile>,
     running: Partial,
     partial: Partial,
 }
@@ -114,49 +131,44 @@ impl<S: Simd, F: Format> Default for Scratch<S, F> {
     fn default() -> Self {
         Self {
             queries: Vec::new(),
-            scores: vec![[0.0; CHUNK]; MAX_M],
-            weights: vec![[bytemuck::Zeroable::zeroed(); CHUNK]; MAX_M],
+            scores: Vec::new(),
+            weights: Vec::new(),
             buffers: Buffers::default(),
+            registers: Vec::new(),
             running: Partial::default(),
             partial: Partial::default(),
         }
     }
 }
 
-/// `$body` with constants M, B and D for the register tile of `$m` queries: B K tiles and D V vectors at a time, so
-/// that the accumulators fill the registers and hide the latency of the products. A single query takes ONE V vectors.
-macro_rules! with_tile {
-    ($accumulators:expr, $m:expr, |$M:ident, $B:ident, $D:ident, $ONE:ident| $body:expr) => {
-        match ($accumulators, $m) {
-            (16, 8) => with_tile!(@ $M 8, $B 2, $D 2, $ONE 8, $body),
-            (16, 6) => with_tile!(@ $M 6, $B 2, $D 2, $ONE 8, $body),
-            (16, 4) => with_tile!(@ $M 4, $B 4, $D 4, $ONE 8, $body),
-            (16, 3) => with_tile!(@ $M 3, $B 4, $D 4, $ONE 8, $body),
-            (16, 2) => with_tile!(@ $M 2, $B 4, $D 4, $ONE 8, $body),
-            (16, _) => with_tile!(@ $M 1, $B 8, $D 8, $ONE 8, $body),
-            (4, 4) => with_tile!(@ $M 4, $B 1, $D 1, $ONE 4, $body),
-            (4, 2) => with_tile!(@ $M 2, $B 2, $D 2, $ONE 4, $body),
-            (4, _) => with_tile!(@ $M 1, $B 4, $D 4, $ONE 4, $body),
-            _ => with_tile!(@ $M 1, $B 1, $D 1, $ONE 1, $body),
-        }
-    };
-    (@ $M:ident $m:literal, $B:ident $b:literal, $D:ident $d:literal, $ONE:ident $one:literal, $body:expr) => {{
-        const $M: usize = $m;
-        const $B: usize = $b;
-        const $D: usize = $d;
-        const $ONE: usize = $one;
-        $body
-    }};
+/// Queries that go through the registers together, in one chunk.
+struct RegisterTile {
+    /// Their head, counted from the tile's first.
+    head: usize,
+    /// The first of them.
+    first: usize,
+    /// What of the chunk each sees.
+    visible: [Range<usize>; MAX_M],
+    /// How many they are.
+    m: usize,
+    /// What of the chunk they see together.
+    shared: Shared,
 }
 
-/// The next register tile for `left` queries.
-fn tile_size<S: Simd>(left: usize) -> usize {
-    let sizes: &[usize] = match S::ACCUMULATORS {
-        16 => &[8, 6, 4, 3, 2, 1],
-        4 => &[4, 2, 1],
-        _ => &[1],
-    };
-    sizes.iter().copied().find(|&m| m <= left).unwrap_or(1)
+impl RegisterTile {
+    fn visible(&self) -> &[Range<usize>] {
+        &self.visible[..self.m]
+    }
+}
+
+/// The most KV heads that a tile of `rows` rows should have: as many as fill `queries`.
+pub fn heads_of(view: &LayerView<'_>, rows: &[Row<'_>], group: usize, queries: usize) -> usize {
+    let l = &view.layout;
+    if l.latent || l.dtype == KvDtype::Int4 || rows.iter().any(|row| row.path.is_some()) {
+        return 1;
+    }
+    let within = (HEADS_BYTES / l.k_tile_bytes().max(1)).min(queries / (rows.len() * group).max(1));
+    within.clamp(1, l.num_kv_heads)
 }
 
 impl QueryTile<'_> {
@@ -168,23 +180,37 @@ impl QueryTile<'_> {
     }
 
     fn num_queries(&self) -> usize {
+        self.heads.len() * self.per_head()
+    }
+
+    /// Queries of one KV head.
+    fn per_head(&self) -> usize {
         self.rows.len() * self.group
     }
 
     fn width(&self) -> usize {
-        self.context.view.layout.width()
+        self.view.layout.width()
     }
 
     fn q_heads(&self) -> usize {
-        self.group * self.context.view.layout.num_kv_heads
+        self.group * self.view.layout.num_kv_heads
     }
 
-    /// The row of a query, and its query head.
-    fn query(&self, query: usize) -> (&Row<'_>, usize) {
-        (&self.rows[query / self.group], self.context.head * self.group + query % self.group)
+    fn context(&self, head: usize) -> Context<'_> {
+        Context { view: self.view, blocks: self.blocks, head }
     }
 
-    /// Attend over the whole context; `finish` gets each query's row, head within the group, and state.
+    /// The row of a query.
+    fn row(&self, query: usize) -> &Row<'_> {
+        &self.rows[query % self.per_head() / self.group]
+    }
+
+    /// The query head of a query.
+    fn q_head(&self, query: usize) -> usize {
+        (self.heads.start + query / self.per_head()) * self.group + query % self.group
+    }
+
+    /// Attend over the whole context; `finish` gets each query's row, query head, and state.
     pub fn attend<S: Simd, F: Format>(
         &self,
         s: S,
@@ -194,7 +220,7 @@ impl QueryTile<'_> {
         let mut running = std::mem::take(&mut scratch.running);
         self.run_of_chunks(s, scratch, self.chunks(), &mut running, |_, _, _, _| {});
         for query in 0..self.num_queries() {
-            finish(query / self.group, query % self.group, running.of(query, self.width()));
+            finish(query % self.per_head() / self.group, self.q_head(query), running.of(query, self.width()));
         }
         scratch.running = running;
     }
@@ -214,9 +240,9 @@ impl QueryTile<'_> {
         partial.resize(self.num_queries(), self.width());
         for c in chunks.clone() {
             if c == chunks.start {
-                self.chunk(s, scratch, c, running, &mut observe);
+                self.chunk(s, scratch, c, c + 1 < chunks.end, running, &mut observe);
             } else {
-                self.chunk(s, scratch, c, &mut partial, &mut observe);
+                self.chunk(s, scratch, c, c + 1 < chunks.end, &mut partial, &mut observe);
                 self.merge_chunk(s, c, running, &partial);
             }
         }
@@ -231,120 +257,161 @@ impl QueryTile<'_> {
         first: usize,
         partials: &mut [Partial],
     ) {
+        let chunks = first..first + partials.len();
         self.pack(s, scratch);
-        for (i, partial) in partials.iter_mut().enumerate() {
+        for (c, partial) in chunks.clone().zip(partials) {
             partial.resize(self.num_queries(), self.width());
-            self.chunk(s, scratch, first + i, partial, &mut |_, _, _, _| {});
+            self.chunk(s, scratch, c, c + 1 < chunks.end, partial, &mut |_, _, _, _| {});
         }
     }
 
     /// Pack the queries as the kernels read them.
     fn pack<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<S, F>) {
-        let (n, dim) = (self.num_queries(), self.context.view.layout.k_dim);
+        let (n, dim) = (self.num_queries(), self.view.layout.k_dim);
         let steps = dim / F::STEP;
         scratch.queries.resize(n * steps, bytemuck::Zeroable::zeroed());
-        self.context.prepare(&mut scratch.buffers);
-        let mut first = 0;
-        while first < n {
-            let m = tile_size::<S>(n - first);
+        if self.heads.len() == 1 {
+            self.context(self.heads.start).prepare(&mut scratch.buffers);
+        }
+        for (first, m) in self.register_tiles::<S>() {
             for query in 0..m {
-                let (row, head) = self.query(first + query);
+                let (row, head) = (self.row(first + query), self.q_head(first + query));
                 let packed = &mut scratch.queries[first * steps..(first + m) * steps];
                 s.run(Pack::<S, F> { q: &row.q[head * dim..][..dim], packed, m, query });
             }
-            first += m;
         }
     }
 
-    /// Tokens of chunk `c` that `query`'s row sees, counted within the chunk.
-    fn visible(&self, c: usize, query: usize) -> Range<usize> {
-        within(c, self.rows[query / self.group].sees.clone())
+    /// The first query of each register tile, and how many it has. None spans heads.
+    fn register_tiles<S: Simd>(&self) -> impl Iterator<Item = (usize, usize)> {
+        let per_head = self.per_head();
+        (0..self.heads.len()).flat_map(move |head| {
+            let mut next = 0;
+            std::iter::from_fn(move || {
+                let first = next;
+                (first < per_head).then(|| {
+                    let m = tile_size::<S>(per_head - first);
+                    next += m;
+                    (head * per_head + first, m)
+                })
+            })
+        })
+    }
+
+    /// The tokens of chunk `c` that any row sees, counted within the chunk.
+    fn seen(&self, c: usize) -> Option<Range<usize>> {
+        let seen = self.rows.iter().map(|row| within(c, row.sees.clone())).filter(|v| !v.is_empty());
+        seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
+    }
+
+    /// The stored tiles of a window, K (0) or V (1), of one head.
+    fn ahead(&self, head: usize, part: usize, c: usize, window: Range<usize>) -> Option<Ahead> {
+        let context = self.context(head);
+        Ahead::of(window.map(|t| context.stored(c * TILES + t)[part]))
     }
 
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
+    /// `goes_on`: the next chunk comes next.
     fn chunk<S: Simd, F: Format>(
         &self,
         s: S,
         scratch: &mut Scratch<S, F>,
         c: usize,
+        goes_on: bool,
         partial: &mut Partial,
         observe: &mut impl Observe,
     ) {
-        let n = self.num_queries();
-        let steps = self.context.view.layout.k_dim / F::STEP;
-        let seen = self.rows.iter().map(|row| within(c, row.sees.clone())).filter(|v| !v.is_empty());
-        let Some(seen) = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else { return };
-        let Scratch { queries, scores, weights, buffers, .. } = scratch;
+        let Some(seen) = self.seen(c) else { return };
+        let tiles = tiles_of(&seen);
+        let steps = self.view.layout.k_dim / F::STEP;
+        let width = self.width();
+        let Scratch { queries, scores, weights, buffers, registers, .. } = scratch;
         let path = match self.rows {
             [row] => row.path.as_ref(),
             _ => None,
         };
-        let chunk = self.context.chunk(s, c, tiles_of(&seen), path, buffers);
-        let mut first = 0;
-        while first < n {
-            let m = tile_size::<S>(n - first);
-            with_tile!(S::ACCUMULATORS, m, |M, B, D, ONE| {
-                let queries = queries[first * steps..(first + M) * steps].as_chunks::<M>().0;
-                self.register_tile::<S, F, M, B, D, ONE>(s, &chunk, c, first, queries, scores, weights, partial);
-                for m in 0..M {
-                    observe(first + m, c * CHUNK, self.visible(c, first + m), &scores[m]);
+        let mut chunks = Vec::with_capacity(self.heads.len());
+        if self.heads.len() == 1 {
+            chunks.push(self.context(self.heads.start).chunk(s, c, tiles.clone(), path, buffers));
+        } else {
+            chunks.extend(self.heads.clone().map(|head| self.context(head).stored_chunk(c, tiles.clone())));
+        }
+        registers.clear();
+        registers.extend(self.register_tiles::<S>().filter_map(|(first, m)| {
+            let mut visible = [const { 0..0 }; MAX_M];
+            for (i, visible) in visible[..m].iter_mut().enumerate() {
+                *visible = within(c, self.row(first + i).sees.clone());
+            }
+            let shared = Shared::of(&visible[..m])?;
+            Some(RegisterTile { head: first / self.per_head(), first, visible, m, shared })
+        }));
+        let next = if goes_on { self.seen(c + 1).map(|seen| tiles_of(&seen)) } else { None };
+        let windows = || windows(tiles.clone());
+        // Tiles that are asked for while those of a window are read: by a head's first queries, the others find them in
+        // the cache.
+        let ahead = |r: &RegisterTile, part: usize, window: &Range<usize>| {
+            let head = self.heads.start + r.head;
+            match (part, window.end == tiles.end) {
+                _ if !r.first.is_multiple_of(self.per_head()) => None,
+                (_, false) => self.ahead(head, part, c, window.end..(window.end + WINDOW).min(tiles.end)),
+                (0, true) => self.ahead(head, 1, c, windows().next()?),
+                (_, true) => self.ahead(head, 0, c + 1, self::windows(next.clone()?).next()?),
+            }
+        };
+        let pass = if chunks.len() > 1 { registers.len() } else { 1 };
+        for registers in registers.chunks(pass.max(1)) {
+            let (start, end) = (registers[0].first, registers.last().map_or(0, |r| r.first + r.m));
+            scores.resize(scores.len().max(end - start), [0.0; CHUNK]);
+            weights.resize(weights.len().max(end - start), [bytemuck::Zeroable::zeroed(); CHUNK]);
+            for window in windows() {
+                for r in registers {
+                    let any = tiles_of(&r.shared.any);
+                    let tiles = window.start.max(any.start)..window.end.min(any.end);
+                    let queries = &queries[r.first * steps..(r.first + r.m) * steps];
+                    let scores = &mut scores[r.first - start..][..r.m];
+                    products::scores(s, &chunks[r.head], tiles, queries, scores, ahead(r, 0, &window));
                 }
-            });
-            first += m;
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)] // As the kernels: a struct would only rename them.
-    fn register_tile<S: Simd, F: Format, const M: usize, const B: usize, const D: usize, const ONE: usize>(
-        &self,
-        s: S,
-        chunk: &Chunk<'_, F>,
-        c: usize,
-        first: usize,
-        queries: &[[F::Coef<S>; M]],
-        scores: &mut [[f32; CHUNK]],
-        weights: &mut [[F::Coef<S>; CHUNK]],
-        partial: &mut Partial,
-    ) {
-        let visible: [Range<usize>; M] = std::array::from_fn(|m| self.visible(c, first + m));
-        let Some(Shared { any, all }) = shared(&visible) else { return };
-
-        // Later queries find the tiles in the cache.
-        let prefetch = first == 0;
-        s.run(Scores::<S, F, M, B> { chunk, tiles: tiles_of(&any), queries, scores, prefetch });
-        let k_scale = self.context.view.k_scale(self.context.head);
-        for m in 0..M {
-            if !visible[m].is_empty() {
-                let (scores, weights) = (&mut scores[m], &mut weights[m]);
-                let (row, head) = self.query(first + m);
-                let bias = self.scoring.bias_of(head, self.q_heads());
-                let (scale, softcap) = (self.scoring.scale * k_scale, self.scoring.softcap);
-                let (first_token, position, visible) = (c * CHUNK, row.position, visible[m].clone());
-                let weights =
-                    Weights::<S, F> { chunk, scale, softcap, bias, first_token, position, visible, scores, weights };
-                (partial.m[first + m], partial.l[first + m]) = s.run(weights);
             }
-        }
-        let weights: &[[F::Coef<S>; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
-        let width = self.width();
-        let acc = &mut partial.acc[first * width..(first + M) * width];
-        acc.fill(0.0);
-        // The tokens that all rows see go together; what lies before and behind, each row takes alone.
-        for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
-            let own = std::array::from_ref(&weights[m]);
-            let before = visible[m].start..visible[m].end.min(all.start);
-            if !before.is_empty() {
-                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: before, width, weights: own, acc, prefetch: false });
+            for r in registers {
+                let head = self.heads.start + r.head;
+                let (scale, softcap) = (self.scoring.scale * self.view.k_scale(head), self.scoring.softcap);
+                for (query, visible) in (r.first..).zip(r.visible()).filter(|(_, visible)| !visible.is_empty()) {
+                    let bias = self.scoring.bias_of(self.q_head(query), self.q_heads());
+                    let (first_token, position) = (c * CHUNK, self.row(query).position);
+                    let (scores, weights) = (&mut scores[query - start], &mut weights[query - start]);
+                    let (chunk, visible) = (&chunks[r.head], visible.clone());
+                    let weights = Weights::<S, F> {
+                        chunk,
+                        scale,
+                        softcap,
+                        bias,
+                        first_token,
+                        position,
+                        visible,
+                        scores,
+                        weights,
+                    };
+                    (partial.m[query], partial.l[query]) = s.run(weights);
+                }
+                partial.acc[r.first * width..(r.first + r.m) * width].fill(0.0);
             }
-        }
-        if !all.is_empty() {
-            s.run(Mix::<S, F, M, D> { chunk, tokens: all.clone(), width, weights, acc, prefetch });
-        }
-        for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
-            let own = std::array::from_ref(&weights[m]);
-            let behind = visible[m].start.max(all.end)..visible[m].end;
-            if !behind.is_empty() {
-                s.run(Mix::<S, F, 1, ONE> { chunk, tokens: behind, width, weights: own, acc, prefetch: false });
+            for window in windows() {
+                for r in registers {
+                    let any = &r.shared.any;
+                    let tokens = any.start.max(window.start * TILE)..any.end.min(window.end * TILE);
+                    if tokens.is_empty() {
+                        continue;
+                    }
+                    let weights = &weights[r.first - start..][..r.m];
+                    let acc = &mut partial.acc[r.first * width..(r.first + r.m) * width];
+                    let ahead = ahead(r, 1, &window);
+                    products::mix(s, &chunks[r.head], &tokens, r.visible(), &r.shared, weights, acc, width, ahead);
+                }
+            }
+            for r in registers {
+                for (query, visible) in (r.first..).zip(r.visible()) {
+                    observe(query, c * CHUNK, visible.clone(), &scores[query - start]);
+                }
             }
         }
     }
@@ -353,12 +420,13 @@ impl QueryTile<'_> {
     fn merge_chunk<S: Simd>(&self, s: S, c: usize, running: &mut Partial, chunk: &Partial) {
         let width = self.width();
         for i in 0..self.num_queries() {
-            if !self.rows[i / self.group].chunks().contains(&c) {
+            let chunks = self.row(i).chunks();
+            if !chunks.contains(&c) {
                 continue;
             }
             let (m, l, acc) = (&mut running.m[i], &mut running.l[i], &mut running.acc[i * width..][..width]);
             let add = chunk.of(i, width);
-            if self.rows[i / self.group].chunks().start == c {
+            if chunks.start == c {
                 (*m, *l) = (add.m, add.l);
                 acc.copy_from_slice(add.acc);
             } else {
@@ -366,6 +434,11 @@ impl QueryTile<'_> {
             }
         }
     }
+}
+
+/// Windows of some tiles.
+fn windows(tiles: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    tiles.clone().step_by(WINDOW).map(move |t| t..(t + WINDOW).min(tiles.end))
 }
 
 /// One query among the `m` of a register tile.
@@ -403,165 +476,4 @@ impl<S: Simd, F: Format> Work<S> for Pack<'_, S, F> {
 pub fn within(c: usize, tokens: Range<usize>) -> Range<usize> {
     let place = |token: usize| token.saturating_sub(c * CHUNK).min(CHUNK);
     place(tokens.start)..place(tokens.end)
-}
-
-/// The tiles that `tokens` lie in.
-pub fn tiles_of(tokens: &Range<usize>) -> Range<usize> {
-    tokens.start / TILE..tokens.end.div_ceil(TILE)
-}
-
-/// What several rows see of a chunk.
-struct Shared {
-    /// From the first token that any row sees to the last.
-    any: Range<usize>,
-    /// Tokens that all rows see that see any. Where rows differ it ends at a tile's border, so that nobody's first or
-    /// last tile is cut in two; `CHUNK..CHUNK` if there are none.
-    all: Range<usize>,
-}
-
-/// `None` if no row sees any token.
-fn shared(visible: &[Range<usize>]) -> Option<Shared> {
-    let mut seeing = visible.iter().filter(|v| !v.is_empty()).cloned();
-    let first = seeing.next()?;
-    let (mut any, mut all) = (first.clone(), first);
-    for v in seeing {
-        any = any.start.min(v.start)..any.end.max(v.end);
-        all = all.start.max(v.start)..all.end.min(v.end);
-    }
-    let start = if any.start == all.start { all.start } else { all.start.next_multiple_of(TILE) };
-    let end = if any.end == all.end { all.end } else { all.end / TILE * TILE };
-    Some(Shared { any, all: if start < end { start..end } else { CHUNK..CHUNK } })
-}
-
-// Each piece of work below is compiled once per level, format and tile size, as a function of its own.
-
-/// `scores[m][token] = q . k` for the tiles `tiles` of a chunk.
-struct Scores<'a, S: Simd, F: Format, const M: usize, const B: usize> {
-    chunk: &'a Chunk<'a, F>,
-    tiles: Range<usize>,
-    queries: &'a [[F::Coef<S>; M]],
-    scores: &'a mut [[f32; CHUNK]],
-    prefetch: bool,
-}
-
-impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, S, F, M, B> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(mut self, s: S) {
-        let mut t = self.tiles.start;
-        while t + B <= self.tiles.end {
-            let panels = self.chunk.k[t..].first_chunk().expect("B panels");
-            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries, self.ahead(t + B));
-            for m in 0..M {
-                for b in 0..B {
-                    self.store(s, t + b, m, acc[m][b]);
-                }
-            }
-            t += B;
-        }
-        while t < self.tiles.end {
-            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries, self.ahead(t + 1));
-            for m in 0..M {
-                self.store(s, t, m, acc[m][0]);
-            }
-            t += 1;
-        }
-    }
-}
-
-impl<S: Simd, F: Format, const M: usize, const B: usize> Scores<'_, S, F, M, B> {
-    #[inline(always)]
-    fn store(&mut self, s: S, t: usize, m: usize, x: S::F32) {
-        s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
-    }
-
-    /// What is read after this: the K tiles from `next` on, and behind the last one V.
-    #[inline(always)]
-    fn ahead<const N: usize>(&self, next: usize) -> Option<[*const F::Raw; N]> {
-        let (k, v) = (&self.chunk.k[..self.tiles.end], &self.chunk.v[self.tiles.start..self.tiles.end]);
-        let tile = |i: usize| k.get(next + i).or_else(|| v.get(i)).map_or(std::ptr::null(), |tile| tile.as_ptr());
-        self.prefetch.then(|| std::array::from_fn(tile))
-    }
-}
-
-/// `acc[m] += sum of weights[m][token] * v[token]` over `tokens` of a chunk; `acc` is `[M, width]`.
-struct Mix<'a, S: Simd, F: Format, const M: usize, const D: usize> {
-    chunk: &'a Chunk<'a, F>,
-    tokens: Range<usize>,
-    width: usize,
-    weights: &'a [[F::Coef<S>; CHUNK]; M],
-    acc: &'a mut [f32],
-    prefetch: bool,
-}
-
-impl<S: Simd, F: Format, const M: usize, const D: usize> Work<S> for Mix<'_, S, F, M, D> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(mut self, s: S) {
-        let vectors = self.width / LANES;
-        let mut d = 0;
-        while d + D <= vectors {
-            self.columns::<D>(s, d);
-            d += D;
-        }
-        while D > 4 && d + 4 <= vectors {
-            self.columns::<4>(s, d);
-            d += 4;
-        }
-        while d < vectors {
-            self.columns::<1>(s, d);
-            d += 1;
-        }
-    }
-}
-
-impl<S: Simd, F: Format, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
-    /// The vectors `d..d + N` of the head's dimensions.
-    #[inline(always)]
-    fn columns<const N: usize>(&mut self, s: S, d: usize) {
-        let (width, vectors) = (self.width, self.width / LANES);
-        let mut sums = [[s.splat(0.0); N]; M];
-        for m in 0..M {
-            for i in 0..N {
-                sums[m][i] = s.load(self.acc[m * width + (d + i) * LANES..].first_chunk().expect("16 lanes"));
-            }
-        }
-        for t in tiles_of(&self.tokens) {
-            let (start, end) = (self.tokens.start.max(t * TILE), self.tokens.end.min((t + 1) * TILE));
-            let (first, last) = (start / F::STEP, end.div_ceil(F::STEP));
-            let rows = &self.chunk.v[t][(first - t * TILE / F::STEP) * vectors + d..];
-            let halves = (!start.is_multiple_of(F::STEP), !end.is_multiple_of(F::STEP));
-            let ahead = self.ahead(t, d, N);
-            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, ahead, first, last, halves);
-            if self.prefetch && d + N >= vectors {
-                self.next_chunk(s, t);
-            }
-        }
-        for m in 0..M {
-            for i in 0..N {
-                s.store(sums[m][i], self.acc[m * width + (d + i) * LANES..].first_chunk_mut().expect("16 lanes"));
-            }
-        }
-    }
-
-    /// What is read after tile `t` of the vectors `d..d + n`: the same vectors of the next tile, and behind the last tile
-    /// the next vectors of the first.
-    #[inline(always)]
-    fn ahead(&self, t: usize, d: usize, n: usize) -> Option<*const F::Raw> {
-        let tiles = tiles_of(&self.tokens);
-        let (tile, d) = if t + 1 < tiles.end { (t + 1, d) } else { (tiles.start, d + n) };
-        self.prefetch.then(|| self.chunk.v[tile].as_ptr().wrapping_add(d))
-    }
-
-    /// Ask for a sixteenth of the next chunk's first K tiles.
-    #[inline(always)]
-    fn next_chunk(&self, s: S, t: usize) {
-        const PARTS: usize = TILES / NEXT_TILES;
-        let tile = self.chunk.next_k[t / PARTS];
-        for line in tile.chunks(tile.len().div_ceil(PARTS).max(1)).nth(t % PARTS).into_iter().flatten() {
-            s.prefetch(line);
-        }
-    }
 }

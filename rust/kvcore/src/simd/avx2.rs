@@ -85,7 +85,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn prefetch<T>(self, at: *const T) {
         // SAFETY: every x86-64 CPU has the instruction; it never faults, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
     fn splat(self, x: f32) -> Lanes {

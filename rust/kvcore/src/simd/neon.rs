@@ -120,7 +120,7 @@ impl Simd for Neon {
     fn prefetch<T>(self, at: *const T) {
         // SAFETY: a hint that never faults and writes neither memory nor registers.
         unsafe {
-            std::arch::asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(nostack, preserves_flags, readonly))
+            std::arch::asm!("prfm pldl2keep, [{at}]", at = in(reg) at, options(nostack, preserves_flags, readonly))
         }
     }
     #[inline(always)]

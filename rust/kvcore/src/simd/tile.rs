@@ -13,13 +13,14 @@ use super::vector::Simd;
 
 /// Sixteen products for each of `M` factors and `B` panels: `acc[m][b] = sum of panels[b][i] * coefs[i][m]`.
 ///
-/// All panels must have at least `coefs.len()` steps. Steps of other panels are asked for `ahead`, if that is given.
+/// All panels must have at least `coefs.len()` steps. `ahead` is called once for
+/// each cache line of a panel.
 #[inline(always)]
 pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
     s: S,
     panels: [&[F::Raw]; B],
     coefs: &[[F::Coef<S>; M]],
-    ahead: Option<[*const F::Raw; B]>,
+    mut ahead: impl FnMut(),
 ) -> [[S::F32; B]; M] {
     let steps = coefs.len();
     let mut panels = panels;
@@ -32,12 +33,8 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
         for b in 1..B {
             loaded[b] = F::load(s, &panels[b][i]);
         }
-        if let Some(ahead) = ahead
-            && begins_line::<F::Raw>(i)
-        {
-            for b in 0..B {
-                s.prefetch(ahead[b].wrapping_add(i));
-            }
+        if (i * size_of::<F::Raw>()).is_multiple_of(LINE) {
+            ahead();
         }
         for m in 0..M {
             for b in 0..B {
@@ -50,8 +47,8 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
 
 /// `acc[m][d] += sum of rows[i * stride + d] * coefs[m][i]` over the steps `from..to`, `rows` beginning at `from`.
 /// With `half_first`, of the first step only the last value of each pair counts, with `half_last`, of the last step
-/// only the first (an odd number of tokens: what lies beside them may be anything); never both of one step. The same
-/// places behind `ahead` are asked for, if that is given.
+/// only the first (an odd number of tokens: what lies beside them may be anything); never both of one step. `ahead` is
+/// called at each step.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
 pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
@@ -60,7 +57,7 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
     rows: &[F::Raw],
     stride: usize,
     coefs: &[[F::Coef<S>; N]; M],
-    ahead: Option<*const F::Raw>,
+    mut ahead: impl FnMut(),
     from: usize,
     to: usize,
     (half_first, half_last): (bool, bool),
@@ -73,11 +70,7 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
         for d in 1..D {
             loaded[d] = F::load(s, &row[d]);
         }
-        if let Some(ahead) = ahead {
-            for d in (0..D).filter(|&d| begins_line::<F::Raw>(d)) {
-                s.prefetch(ahead.wrapping_add((i - from) * stride + d));
-            }
-        }
+        ahead();
         if !whole.contains(&i) {
             for x in &mut loaded {
                 *x = if i < whole.start { F::last(s, *x) } else { F::first(s, *x) };
@@ -91,8 +84,5 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
     }
 }
 
-/// Whether step `i` is the first of a cache line of 64 bytes.
-#[inline(always)]
-const fn begins_line<T>(i: usize) -> bool {
-    (i * size_of::<T>()).is_multiple_of(64)
-}
+/// Bytes of a cache line.
+pub const LINE: usize = 64;

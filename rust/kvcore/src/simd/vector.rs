@@ -31,7 +31,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// many shapes inlined into one function would take the compiler minutes.
     fn run<W: Work<Self>>(self, work: W) -> W::Output;
 
-    /// Ask for the cache line at `at`, which may be any address: a hint, without effect on any value.
+    /// Ask for the cache line at `at`, which may be any address, into the second-level cache: a hint, without effect on
+    /// any value.
     fn prefetch<T>(self, at: *const T);
 
     /// `x` in all lanes.

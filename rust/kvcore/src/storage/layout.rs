@@ -1,7 +1,7 @@
 //! Where element (block, layer, head, token, dim) lies: the one place that knows.
 //!
 //! ```text
-//! block    [layer][kv head][ K tiles | V tiles ] [layer][kv head][ K scales | V scales ]
+//! block    [layer][ K tiles | V tiles ] [layer][ K scales | V scales ]     tiles and scales: [tile][kv head]
 //! K tile   [k_dim / STEP][16 tokens][STEP]       one load: STEP dimensions of 16 tokens
 //! V tile   [16 / STEP tokens][width][STEP]       one load: 16 dimensions of STEP tokens
 //! scales   int8, fp8 per token and head          f32 [16 tokens] for each tile
@@ -15,8 +15,10 @@
 //! A tile is 16 tokens, a block one or more tiles. A block's bytes in all layers are one piece, so that copying, spilling
 //! and saving a block are one slice each. A latent layout has K alone: V is the first v_dim dimensions of K.
 //!
-//! Processors read ahead up to the end of a page, so that tiles which straddle pages are read up to a quarter slower.
-//! That is why scales lie behind all tiles instead of between them, and why large blocks begin at whole pages.
+//! Memory is fast where it is read in order. That is why a tile's K of all heads lies together, and so does its V: decode
+//! reads the one and, 256 tokens later, the other. Processors read ahead up to the end of a page, so that tiles which
+//! straddle pages are read up to a quarter slower: scales lie behind all tiles instead of between them, and large blocks
+//! begin at whole pages.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -72,17 +74,14 @@ pub(super) struct Places {
     scales: usize,
     /// From one block to the next.
     block: usize,
-    /// Bytes of a head's tiles.
-    head: usize,
+    num_kv_heads: usize,
     k_tile: usize,
     v_tile: usize,
-    /// From a head's tiles to its V tiles.
+    /// From the layer's K tiles to its V tiles.
     v: usize,
-    /// Bytes of a head's scales.
-    head_scales: usize,
     k_tile_scales: usize,
     v_tile_scales: usize,
-    /// From a head's scales to its V scales.
+    /// From the layer's scales of K to those of V.
     v_scales: usize,
     /// Bytes of the tiles of all heads, and of their scales.
     all_tiles: usize,
@@ -240,21 +239,21 @@ impl Layout {
     pub(super) const fn places(&self, layer: usize) -> Places {
         let (tiles, k_tile, v_tile) = (self.tiles(), self.k_tile_bytes(), self.v_tile_bytes());
         let (k_tile_scales, v_tile_scales) = (self.k_tile_scale_bytes(), self.v_tile_scale_bytes());
-        let (head, head_scales) = (self.head_bytes(), self.head_scale_bytes());
+        let heads = self.num_kv_heads;
+        let (all_tiles, all_scales) = (heads * self.head_bytes(), heads * self.head_scale_bytes());
         Places {
-            tiles: layer * self.num_kv_heads * head,
-            scales: self.num_layers * self.num_kv_heads * head + layer * self.num_kv_heads * head_scales,
+            tiles: layer * all_tiles,
+            scales: self.num_layers * all_tiles + layer * all_scales,
             block: self.block_stride(),
-            head,
+            num_kv_heads: heads,
             k_tile,
             v_tile,
-            v: tiles * k_tile,
-            head_scales,
+            v: tiles * heads * k_tile,
             k_tile_scales,
             v_tile_scales,
-            v_scales: tiles * k_tile_scales,
-            all_tiles: self.num_kv_heads * head,
-            all_scales: self.num_kv_heads * head_scales,
+            v_scales: tiles * heads * k_tile_scales,
+            all_tiles,
+            all_scales,
         }
     }
 
@@ -296,30 +295,34 @@ impl Places {
     /// Where a K tile lies.
     #[inline(always)]
     pub const fn k_tile(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start = self.tiles + block * self.block + head * self.head + tile * self.k_tile;
+        let start = self.tiles + block * self.block + self.place(head, tile) * self.k_tile;
         start..start + self.k_tile
     }
 
     /// Where a V tile lies.
     #[inline(always)]
     pub const fn v_tile(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start = self.tiles + block * self.block + head * self.head + self.v + tile * self.v_tile;
+        let start = self.tiles + block * self.block + self.v + self.place(head, tile) * self.v_tile;
         start..start + self.v_tile
     }
 
     /// Where the scales of a K tile lie.
     #[inline(always)]
     pub const fn k_tile_scales(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start = self.scales + block * self.block + head * self.head_scales + tile * self.k_tile_scales;
+        let start = self.scales + block * self.block + self.place(head, tile) * self.k_tile_scales;
         start..start + self.k_tile_scales
     }
 
     /// Where the scales of a V tile lie.
     #[inline(always)]
     pub const fn v_tile_scales(&self, block: usize, head: usize, tile: usize) -> Range<usize> {
-        let start =
-            self.scales + block * self.block + head * self.head_scales + self.v_scales + tile * self.v_tile_scales;
+        let start = self.scales + block * self.block + self.v_scales + self.place(head, tile) * self.v_tile_scales;
         start..start + self.v_tile_scales
+    }
+
+    #[inline(always)]
+    const fn place(&self, head: usize, tile: usize) -> usize {
+        tile * self.num_kv_heads + head
     }
 }
 

@@ -48,12 +48,12 @@ impl Layout {
             return None;
         }
         let s = self.places(0).within_parts();
-        let head = self.head_bytes();
+        let (k_head, v_head) = (self.k_tile_bytes(), self.v_tile_bytes());
         let (bytes, step, heads) = (self.dtype.bits() / 8, self.dtype.step(), self.num_kv_heads);
         let mut k = Strided {
             offset: s.k_tile(0, 0, tile).start,
             shape: vec![tokens, heads, self.k_steps()],
-            strides: vec![step * bytes, head, TILE * step * bytes],
+            strides: vec![step * bytes, k_head, TILE * step * bytes],
         };
         if step > 1 {
             k.shape.push(step);
@@ -63,7 +63,7 @@ impl Layout {
         let pair = self.width() * step * bytes;
         let (v, v_last) = match step {
             1 => {
-                let (shape, strides) = (vec![tokens, heads, self.v_dim], vec![pair, head, bytes]);
+                let (shape, strides) = (vec![tokens, heads, self.v_dim], vec![pair, v_head, bytes]);
                 (Strided { offset: at, shape, strides }, None)
             }
             _ => {
@@ -71,17 +71,17 @@ impl Layout {
                 let last = Strided {
                     offset: at + pairs * pair,
                     shape: vec![heads, self.v_dim],
-                    strides: vec![head, step * bytes],
+                    strides: vec![v_head, step * bytes],
                 };
                 let shape = vec![pairs, step, heads, self.v_dim];
-                let strides = vec![pair, bytes, head, step * bytes];
+                let strides = vec![pair, bytes, v_head, step * bytes];
                 (Strided { offset: at, shape, strides }, (!tokens.is_multiple_of(step)).then_some(last))
             }
         };
         let scales = |offset| Strided {
             offset,
             shape: vec![tokens, heads],
-            strides: vec![size_of::<f32>(), self.head_scale_bytes()],
+            strides: vec![size_of::<f32>(), TILE * size_of::<f32>()],
         };
         let has_scales = self.scale_mode == ScaleMode::PerTokenHead;
         Some(TileArrays {

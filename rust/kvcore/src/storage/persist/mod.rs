@@ -40,7 +40,7 @@ pub use value::Value;
 use crate::Error;
 
 /// Version of the file format; files of another one are refused.
-pub const FORMAT_VERSION: &str = "1";
+pub const FORMAT_VERSION: &str = "2";
 
 /// An error that names the file.
 fn refuse(path: &Path, reason: impl Display) -> Error {

@@ -1,0 +1,257 @@
+//! The two products of a register tile with a chunk: scores, and mixes of V.
+//!
+//! ```text
+//! scores   B K tiles at a time against M queries
+//! mix      D vectors of V's dimensions at a time, over the tokens that all M queries see; what lies before and behind,
+//!          each query takes alone
+//! ```
+//! Both may be called for some tiles of a chunk after the other: each sum goes on where it was, in the same order.
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+
+use super::ahead::Ahead;
+use super::chunk::{CHUNK, Chunk};
+use crate::simd::{Format, LANES, Simd, Work, tile as kernel};
+use crate::storage::TILE;
+
+/// The largest number of queries that go through one register tile together.
+pub const MAX_M: usize = 8;
+
+/// `$body` with constants M, B and D for the register tile of `$m` queries: B K tiles and D V vectors at a time, so
+/// that the accumulators fill the registers and hide the latency of the products. A single query takes ONE V vectors.
+macro_rules! with_tile {
+    ($accumulators:expr, $m:expr, |$M:ident, $B:ident, $D:ident, $ONE:ident| $body:expr) => {
+        match ($accumulators, $m) {
+            (16, 8) => with_tile!(@ $M 8, $B 2, $D 2, $ONE 8, $body),
+            (16, 6) => with_tile!(@ $M 6, $B 2, $D 2, $ONE 8, $body),
+            (16, 4) => with_tile!(@ $M 4, $B 4, $D 4, $ONE 8, $body),
+            (16, 3) => with_tile!(@ $M 3, $B 4, $D 4, $ONE 8, $body),
+            (16, 2) => with_tile!(@ $M 2, $B 4, $D 4, $ONE 8, $body),
+            (16, _) => with_tile!(@ $M 1, $B 4, $D 8, $ONE 8, $body),
+            (4, 4) => with_tile!(@ $M 4, $B 1, $D 1, $ONE 4, $body),
+            (4, 2) => with_tile!(@ $M 2, $B 2, $D 2, $ONE 4, $body),
+            (4, _) => with_tile!(@ $M 1, $B 4, $D 4, $ONE 4, $body),
+            _ => with_tile!(@ $M 1, $B 1, $D 1, $ONE 1, $body),
+        }
+    };
+    (@ $M:ident $m:literal, $B:ident $b:literal, $D:ident $d:literal, $ONE:ident $one:literal, $body:expr) => {{
+        const $M: usize = $m;
+        const $B: usize = $b;
+        const $D: usize = $d;
+        const $ONE: usize = $one;
+        $body
+    }};
+}
+
+/// The next register tile for `left` queries.
+pub fn tile_size<S: Simd>(left: usize) -> usize {
+    let sizes: &[usize] = match S::ACCUMULATORS {
+        16 => &[8, 6, 4, 3, 2, 1],
+        4 => &[4, 2, 1],
+        _ => &[1],
+    };
+    sizes.iter().copied().find(|&m| m <= left).unwrap_or(1)
+}
+
+/// `scores[m][token] = q . k` for the tiles `tiles` of a chunk; `queries` is `[steps][m]` and `scores` has `m` rows. What is
+/// `ahead` is asked for as K is read.
+pub fn scores<S: Simd, F: Format>(
+    s: S,
+    chunk: &Chunk<'_, F>,
+    tiles: Range<usize>,
+    queries: &[F::Coef<S>],
+    scores: &mut [[f32; CHUNK]],
+    mut ahead: Option<Ahead>,
+) {
+    with_tile!(S::ACCUMULATORS, scores.len(), |M, B, _D, _ONE| {
+        let panels = passes(tiles.len(), B);
+        let lines = (queries.len() / M * size_of::<F::Raw>()).div_ceil(kernel::LINE);
+        ahead.iter_mut().for_each(|ahead| ahead.over(panels * lines));
+        let ahead = ahead.as_mut();
+        s.run(Scores::<S, F, M, B> { chunk, tiles, queries: queries.as_chunks::<M>().0, scores, ahead });
+    });
+}
+
+/// What several rows see of a chunk.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// From the first token that any row sees to the last.
+    pub any: Range<usize>,
+    /// Tokens that all rows see that see any. Where rows differ it ends at a tile's border, so that nobody's first or
+    /// last tile is cut in two; `CHUNK..CHUNK` if there are none.
+    pub all: Range<usize>,
+}
+
+impl Shared {
+    /// `None` if no row sees any token.
+    pub fn of(visible: &[Range<usize>]) -> Option<Self> {
+        let mut seeing = visible.iter().filter(|v| !v.is_empty()).cloned();
+        let first = seeing.next()?;
+        let (mut any, mut all) = (first.clone(), first);
+        for v in seeing {
+            any = any.start.min(v.start)..any.end.max(v.end);
+            all = all.start.max(v.start)..all.end.min(v.end);
+        }
+        let start = if any.start == all.start { all.start } else { all.start.next_multiple_of(TILE) };
+        let end = if any.end == all.end { all.end } else { all.end / TILE * TILE };
+        Some(Self { any, all: if start < end { start..end } else { CHUNK..CHUNK } })
+    }
+}
+
+/// Add `sum of weights[m][token] * v[token]` to `acc`, `[m, width]`, over those of `tokens` (of a chunk) that each query
+/// sees; `weights` has `m` rows. What is `ahead` is asked for as V is read.
+#[allow(clippy::too_many_arguments)] // As the kernels: a struct would only rename them.
+pub fn mix<S: Simd, F: Format>(
+    s: S,
+    chunk: &Chunk<'_, F>,
+    tokens: &Range<usize>,
+    visible: &[Range<usize>],
+    shared: &Shared,
+    weights: &[[F::Coef<S>; CHUNK]],
+    acc: &mut [f32],
+    width: usize,
+    mut ahead: Option<Ahead>,
+) {
+    let part = |seen: Range<usize>| seen.start.max(tokens.start)..seen.end.min(tokens.end);
+    let all = &shared.all;
+    let together = part(all.clone());
+    with_tile!(S::ACCUMULATORS, weights.len(), |M, _B, D, ONE| {
+        ahead.iter_mut().for_each(|ahead| ahead.over(passes(width / LANES, D) * together.len().div_ceil(F::STEP)));
+        let ahead = ahead.as_mut();
+        let weights: &[[F::Coef<S>; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
+        let alone = |acc: &mut [f32], seen: &dyn Fn(&Range<usize>) -> Range<usize>| {
+            for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
+                let tokens = part(seen(&visible[m]));
+                if !tokens.is_empty() {
+                    let weights = std::array::from_ref(&weights[m]);
+                    s.run(Mix::<S, F, 1, ONE> { chunk, tokens, width, weights, acc, ahead: None });
+                }
+            }
+        };
+        if together == *tokens {
+            let tokens = together;
+            s.run(Mix::<S, F, M, D> { chunk, tokens, width, weights, acc, ahead });
+            return;
+        }
+        alone(acc, &|seen| seen.start..seen.end.min(all.start));
+        if !together.is_empty() {
+            s.run(Mix::<S, F, M, D> { chunk, tokens: together, width, weights, acc: &mut *acc, ahead });
+        }
+        alone(acc, &|seen| seen.start.max(all.end)..seen.end);
+    });
+}
+
+// Each piece of work below is compiled once per level, format and tile size, as a function of its own.
+
+struct Scores<'a, S: Simd, F: Format, const M: usize, const B: usize> {
+    chunk: &'a Chunk<'a, F>,
+    tiles: Range<usize>,
+    queries: &'a [[F::Coef<S>; M]],
+    scores: &'a mut [[f32; CHUNK]],
+    ahead: Option<&'a mut Ahead>,
+}
+
+impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, S, F, M, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(mut self, s: S) {
+        let mut t = self.tiles.start;
+        while t + B <= self.tiles.end {
+            let panels = self.chunk.k[t..].first_chunk().expect("B panels");
+            let ahead = || self.ahead.iter_mut().for_each(|ahead| ahead.step(s));
+            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries, ahead);
+            for m in 0..M {
+                for b in 0..B {
+                    self.store(s, t + b, m, acc[m][b]);
+                }
+            }
+            t += B;
+        }
+        while t < self.tiles.end {
+            let ahead = || self.ahead.iter_mut().for_each(|ahead| ahead.step(s));
+            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries, ahead);
+            for m in 0..M {
+                self.store(s, t, m, acc[m][0]);
+            }
+            t += 1;
+        }
+    }
+}
+
+impl<S: Simd, F: Format, const M: usize, const B: usize> Scores<'_, S, F, M, B> {
+    #[inline(always)]
+    fn store(&mut self, s: S, t: usize, m: usize, x: S::F32) {
+        s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
+    }
+}
+
+struct Mix<'a, S: Simd, F: Format, const M: usize, const D: usize> {
+    chunk: &'a Chunk<'a, F>,
+    tokens: Range<usize>,
+    width: usize,
+    weights: &'a [[F::Coef<S>; CHUNK]; M],
+    acc: &'a mut [f32],
+    ahead: Option<&'a mut Ahead>,
+}
+
+/// How many steps of `d`, of 4 and of 1 go through `n`.
+fn passes(n: usize, d: usize) -> usize {
+    let rest = n % d;
+    n / d + if d > 4 { rest / 4 + rest % 4 } else { rest }
+}
+
+impl<S: Simd, F: Format, const M: usize, const D: usize> Work<S> for Mix<'_, S, F, M, D> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(mut self, s: S) {
+        let vectors = self.width / LANES;
+        let mut d = 0;
+        while d + D <= vectors {
+            self.columns::<D>(s, d);
+            d += D;
+        }
+        while D > 4 && d + 4 <= vectors {
+            self.columns::<4>(s, d);
+            d += 4;
+        }
+        while d < vectors {
+            self.columns::<1>(s, d);
+            d += 1;
+        }
+    }
+}
+
+impl<S: Simd, F: Format, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
+    /// The vectors `d..d + N` of the head's dimensions.
+    #[inline(always)]
+    fn columns<const N: usize>(&mut self, s: S, d: usize) {
+        let (width, vectors) = (self.width, self.width / LANES);
+        let mut sums = [[s.splat(0.0); N]; M];
+        for m in 0..M {
+            for i in 0..N {
+                sums[m][i] = s.load(self.acc[m * width + (d + i) * LANES..].first_chunk().expect("16 lanes"));
+            }
+        }
+        for t in tiles_of(&self.tokens) {
+            let (start, end) = (self.tokens.start.max(t * TILE), self.tokens.end.min((t + 1) * TILE));
+            let (first, last) = (start / F::STEP, end.div_ceil(F::STEP));
+            let rows = &self.chunk.v[t][(first - t * TILE / F::STEP) * vectors + d..];
+            let halves = (!start.is_multiple_of(F::STEP), !end.is_multiple_of(F::STEP));
+            let ahead = || self.ahead.iter_mut().for_each(|ahead| ahead.step(s));
+            kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, ahead, first, last, halves);
+        }
+        for m in 0..M {
+            for i in 0..N {
+                s.store(sums[m][i], self.acc[m * width + (d + i) * LANES..].first_chunk_mut().expect("16 lanes"));
+            }
+        }
+    }
+}
+
+/// The tiles that `tokens` lie in.
+pub fn tiles_of(tokens: &Range<usize>) -> Range<usize> {
+    tokens.start / TILE..tokens.end.div_ceil(TILE)
+}
