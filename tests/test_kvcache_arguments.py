@@ -66,30 +66,6 @@ cache.append(s, [4])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix's")
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
-@pytest.mark.parametrize("megabytes", [10, 16])
-def test_more_sequences_than_memory_holds(megabytes: int) -> None:
-    """The table of sequences grows as tokens do: with an error where it cannot."""
-    run_python(
-        f"""
-import resource
-from kvcore import OutOfMemory
-from kvtools import make_cache
-
-cache = make_cache()
-s = cache.add(range(100))
-cache.stats()
-with open("/proc/self/statm") as file:
-    used = int(file.read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + ({megabytes} << 20),) * 2)
-try:
-    cache.fork(s, 2**16)
-except OutOfMemory:
-    assert cache.stats()["num_sequences"] == 1
-"""
-    )
-
-
 def test_ctrl_c_while_ids_are_read() -> None:
     """An iterator in C gives Python no occasion to look for it."""
     run_python(

@@ -1,17 +1,17 @@
 //! One persistent worker pool: sized by affinity and CPU quota, safe after fork, interruptible.
 //!
 //! ```text
-//! for_each(items): the caller and up to n - 1 workers take the next item until none is left
+//! for_each(items): the caller and up to n - 1 workers take the next item until none is left   [`pool`]
 //! ```
 //! The caller works too, so one thread means no hand-over at all. Which thread takes which item is chance; results
 //! never depend on it, because items write disjoint outputs and sums run inside an item.
-#![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+mod pool;
+
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
-
+use self::pool::Pool;
 use crate::{Error, Result};
 
 /// Asked between items, on the calling thread only: `true` stops the call with [`Error::Interrupted`].
@@ -32,7 +32,7 @@ pub struct Threads {
 /// Workers do not survive a fork, so a pool remembers the process it was made in.
 struct Workers {
     process: u32,
-    pool: Arc<ThreadPool>,
+    pool: Arc<Pool>,
 }
 
 impl Threads {
@@ -87,39 +87,32 @@ impl Threads {
             return Ok(());
         }
         let pool = self.workers()?;
-        let slots: Vec<Mutex<Option<T>>> = items.into_iter().map(|item| Mutex::new(Some(item))).collect();
-        let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let work_on_next = |buffers: &mut B| {
-            let item = slots
-                .get(next.fetch_add(1, Ordering::Relaxed))
-                .and_then(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner).take());
-            item.map(|item| work(buffers, item)).is_some()
-        };
-        pool.in_place_scope(|scope| {
-            for _ in 0..helpers {
-                scope.spawn(|_| {
-                    let mut buffers = make();
-                    loop {
-                        if stop.load(Ordering::Relaxed) || !work_on_next(&mut buffers) {
-                            break;
-                        }
-                    }
-                });
+        let (items, stop) = (Mutex::new(items.into_iter()), AtomicBool::new(false));
+        let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let job = || {
+            let mut buffers = make();
+            while !stop.load(Ordering::Relaxed) {
+                let Some(item) = next() else { break };
+                work(&mut buffers, item);
             }
+        };
+        pool.run(helpers, &job, || {
             let mut buffers = make();
             loop {
                 if should_stop() {
                     stop.store(true, Ordering::Relaxed);
                 }
-                if stop.load(Ordering::Relaxed) || !work_on_next(&mut buffers) {
+                if stop.load(Ordering::Relaxed) {
                     break;
                 }
+                let Some(item) = next() else { break };
+                work(&mut buffers, item);
             }
         });
         if stop.into_inner() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    fn workers(&self) -> Result<Arc<ThreadPool>> {
+    fn workers(&self) -> Result<Arc<Pool>> {
         let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
         let process = std::process::id();
         if let Some(workers) = pool.as_ref()
@@ -129,12 +122,9 @@ impl Threads {
         }
         // After a fork the old pool's threads exist in the parent alone; dropping it here could wait for them.
         std::mem::forget(pool.take());
-        let made = ThreadPoolBuilder::new()
-            .num_threads(self.num_threads - 1)
-            .thread_name(|i| format!("kvcore-{i}"))
-            .build()
-            .map_err(|e| Error::InvalidState(format!("cannot start {} threads: {e}", self.num_threads - 1)))?;
-        let made = Arc::new(made);
+        // Where threads share CPUs, one that watches takes the time of one that works.
+        let watch = self.num_threads <= available();
+        let made = Arc::new(Pool::new(self.num_threads - 1, watch)?);
         *pool = Some(Workers { process, pool: Arc::clone(&made) });
         Ok(made)
     }
@@ -147,6 +137,8 @@ pub fn available() -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
 
     #[test]
