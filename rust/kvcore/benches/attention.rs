@@ -4,10 +4,13 @@
 //! the read bandwidth (a cache larger than the last-level cache) and against the product peak (a cache that fits),
 //! prefill against the product peak; a sliding window and latent rows for one shape each. Kernel and limit are measured
 //! in turn and medians compared, since the limits move with the machine's neighbours. `KVCORE_SIMD` restricts the run to
-//! one level, words to the lines that have them all: `cargo bench --bench attention -- "llama bfloat16"`.
+//! one level, words to the lines that have them all: `cargo bench --bench attention -- "llama bfloat16"`. With
+//! `KVCORE_ROOFLINE=FOLDER` a picture of each level's lines under these limits is written there.
 
 mod limits;
 
+use std::cell::RefCell;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -16,6 +19,7 @@ use kvcore::paging::BlockId;
 use kvcore::simd::Level;
 use kvcore::storage::{KvDtype, KvStore, Layout, Scales};
 use kvcore::threads::{NEVER, Threads, available};
+use limits::roofline::{Point, Roofline};
 
 /// Heads and their widths.
 #[derive(Clone, Copy)]
@@ -153,45 +157,78 @@ fn beside(mut kernel: impl FnMut() -> f64, limit: impl Fn() -> f64) -> (f64, f64
     (limits::median(rates), limits::median(limits))
 }
 
+/// What a line shows, and the multiply-adds for each byte.
+struct Rates {
+    rate: f64,
+    beside: f64,
+    intensity: f64,
+}
+
 /// What a table is made of: a level, threads, and the words that a line must have to be measured.
 struct Table<'a> {
     level: Level,
     threads: Threads,
     read: &'a limits::ReadBuffer,
     filter: Option<String>,
+    measured: RefCell<Vec<Measured>>,
+}
+
+/// A line, for the roofline.
+struct Measured {
+    point: Point,
+    /// Beside it: GB/s, or GMAC/s in bf16 pairs or f32.
+    limit: f64,
+    what: Limit,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Limit {
+    Bandwidth,
+    Bf16,
+    F32,
 }
 
 impl Table<'_> {
     /// Measure and print one line: a rate beside its limit.
-    fn line(&self, shape: &Shape, dtype: KvDtype, what: &str, unit: &str, rates: impl FnOnce() -> (f64, f64)) {
+    fn line(&self, shape: &Shape, dtype: KvDtype, what: &str, limit: Limit, rates: impl FnOnce() -> Rates) {
+        let unit = if limit == Limit::Bandwidth { "GB/s" } else { "GMAC/s" };
         let threads = self.threads.num_threads();
         let label = format!("{:<10} {threads} thread(s)  {:<11} {:<8}", self.level.name(), shape.name, dtype.name());
         let line = format!("{label}  {what:<26}");
         if self.filter.as_ref().is_some_and(|filter| !filter.split(' ').all(|word| line.contains(word))) {
             return;
         }
-        let (rate, limit) = rates();
-        println!("{line} {rate:7.1} of {limit:6.1} {unit:<6} = {:.2}", rate / limit);
+        let Rates { rate, beside, intensity } = rates();
+        println!("{line} {rate:7.1} of {beside:6.1} {unit:<6} = {:.2}", rate / beside);
+        let kinds = ["memory", "resident", "prefill", "shared"];
+        let kind = kinds.into_iter().find(|kind| what.contains(kind)).unwrap_or("others");
+        let rate = if limit == Limit::Bandwidth { rate * intensity } else { rate };
+        let point = Point { kind, label: format!("{} {} {what}", shape.name, dtype.name()), intensity, rate };
+        self.measured.borrow_mut().push(Measured { point, limit: beside, what: limit });
     }
 
     /// Decode of a cache that is read from memory, in GB/s of K and V.
     fn memory(&self, shape: Shape, dtype: KvDtype, tokens: usize) {
         let bytes = limits::beyond_caches();
         let batch = (bytes / shape.layout(1, dtype).bytes_per_token() / tokens).max(1);
-        self.line(&shape, dtype, &format!("memory, decode {batch} x {tokens}"), "GB/s", || {
+        self.line(&shape, dtype, &format!("memory, decode {batch} x {tokens}"), Limit::Bandwidth, || {
             let cache = Cache::new(shape, dtype, batch, tokens);
             let bytes = cache.bytes() as f64;
             let rate = || bytes / cache.attend(self.level, &self.threads, 1) / 1e9;
-            beside(rate, || self.read.read(self.level, &self.threads))
+            let (rate, beside) = beside(rate, || self.read.read(self.level, &self.threads));
+            Rates { rate, beside, intensity: cache.products(1) / bytes }
         });
     }
 
     /// The last `rows` rows of a cache, in GMAC/s.
     fn products(&self, what: &str, shape: Shape, dtype: KvDtype, rows: usize, cache: impl FnOnce() -> Cache) {
-        self.line(&shape, dtype, what, "GMAC/s", || {
+        let limit = if dtype.step() == 2 { Limit::Bf16 } else { Limit::F32 };
+        self.line(&shape, dtype, what, limit, || {
             let cache = cache();
-            let peak = || limits::products(self.level, &self.threads, dtype.step() == 2);
-            beside(|| cache.products(rows) / cache.attend(self.level, &self.threads, rows) / 1e9, peak)
+            let peak = || limits::products(self.level, &self.threads, limit == Limit::Bf16);
+            let products = cache.products(rows);
+            let (rate, beside) = beside(|| products / cache.attend(self.level, &self.threads, rows) / 1e9, peak);
+            Rates { rate, beside, intensity: products / cache.bytes() as f64 }
         });
     }
 
@@ -222,6 +259,29 @@ impl Table<'_> {
     }
 }
 
+impl Table<'_> {
+    /// A picture of all lines.
+    fn draw(&self, folder: &Path) {
+        let measured = self.measured.take();
+        let limit = |what| {
+            let values: Vec<f64> = measured.iter().filter(|m| m.what == what).map(|m| m.limit).collect();
+            (!values.is_empty()).then(|| limits::median(values))
+        };
+        let Some(bandwidth) = limit(Limit::Bandwidth) else { return };
+        let peaks = [("bf16", Limit::Bf16), ("f32", Limit::F32)];
+        let peaks: Vec<_> = peaks.into_iter().filter_map(|(name, what)| Some((name, limit(what)?))).collect();
+        if peaks.is_empty() {
+            return;
+        }
+        let (level, threads) = (self.level.name(), self.threads.num_threads());
+        let title = format!("Attention, {level}, {threads} thread{}", if threads == 1 { "" } else { "s" });
+        let points = measured.into_iter().map(|m| m.point).collect();
+        let path = folder.join(format!("roofline_{level}_{threads}.svg"));
+        std::fs::write(&path, Roofline { title, bandwidth, peaks, points }.svg()).expect("KVCORE_ROOFLINE");
+        println!("{}", path.display());
+    }
+}
+
 /// Bytes of a cache that stays in a second-level cache, all heads together.
 const RESIDENT: usize = 1 << 20;
 
@@ -234,7 +294,11 @@ fn table() {
     for level in levels() {
         for num_threads in 1..=available().min(2) {
             let threads = Threads::new(Some(num_threads)).expect("threads");
-            Table { level, threads, read: &read, filter: filter.clone() }.print();
+            let table = Table { level, threads, read: &read, filter: filter.clone(), measured: RefCell::default() };
+            table.print();
+            if let Some(folder) = std::env::var_os("KVCORE_ROOFLINE") {
+                table.draw(Path::new(&folder));
+            }
         }
     }
 }

@@ -1,6 +1,8 @@
 //! What the machine can do at most, measured in the same run as the kernels: neighbours move these figures.
 #![allow(dead_code, reason = "each bench uses its part")]
 
+pub mod roofline;
+
 use std::hint::black_box;
 use std::time::Instant;
 

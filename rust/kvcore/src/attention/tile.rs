@@ -346,16 +346,17 @@ impl QueryTile<'_> {
             Some(RegisterTile { head: first / self.per_head(), first, visible, m, shared })
         }));
         let next = if goes_on { self.seen(c + 1).map(|seen| tiles_of(&seen)) } else { None };
-        let windows = || windows(tiles.clone());
-        // Tiles that are asked for while those of a window are read: by a head's first queries, the others find them in
-        // the cache.
+        // Where many queries share a head products bind: each register tile goes through all of the chunk at once.
+        let of = if self.per_head() > MAX_M { TILES } else { WINDOW };
+        let windows = || windows(tiles.clone(), of);
+        // Tiles that are asked for while those of a window are read.
         let ahead = |r: &RegisterTile, part: usize, window: &Range<usize>| {
             let head = self.heads.start + r.head;
             match (part, window.end == tiles.end) {
-                _ if !r.first.is_multiple_of(self.per_head()) => None,
+                _ if of > WINDOW || !r.first.is_multiple_of(self.per_head()) => None,
                 (_, false) => self.ahead(head, part, c, window.end..(window.end + WINDOW).min(tiles.end)),
                 (0, true) => self.ahead(head, 1, c, windows().next()?),
-                (_, true) => self.ahead(head, 0, c + 1, self::windows(next.clone()?).next()?),
+                (_, true) => self.ahead(head, 0, c + 1, self::windows(next.clone()?, of).next()?),
             }
         };
         let pass = if chunks.len() > 1 { registers.len() } else { 1 };
@@ -436,9 +437,9 @@ impl QueryTile<'_> {
     }
 }
 
-/// Windows of some tiles.
-fn windows(tiles: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    tiles.clone().step_by(WINDOW).map(move |t| t..(t + WINDOW).min(tiles.end))
+/// `tiles` by up to `of` at a time.
+fn windows(tiles: Range<usize>, of: usize) -> impl Iterator<Item = Range<usize>> {
+    tiles.clone().step_by(of).map(move |t| t..(t + of).min(tiles.end))
 }
 
 /// One query among the `m` of a register tile.
