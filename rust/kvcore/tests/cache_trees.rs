@@ -307,6 +307,7 @@ impl Pair {
         for (seq, parents, path, _) in &items {
             let live = &mut self.live[*seq];
             let drafts = live.tokens.split_off(live.computed);
+            let kept: Vec<u32> = path.iter().map(|&row| drafts[row]).collect();
             // What was open already is taken back, as the path may not have it. A sequence has at least one token.
             let known = live.computed.max(1);
             self.twin.truncate(live.twin, known).unwrap();
