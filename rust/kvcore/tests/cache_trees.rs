@@ -314,10 +314,11 @@ impl Pair {
             self.twin.append(live.twin, &kept[known - live.computed..]).unwrap();
             live.tokens.extend_from_slice(&kept);
             if path.is_empty() {
-                // A plan that is forgotten.
+                // One token that is not kept: a plan may unpublish, what is committed is published again.
                 self.twin.append(live.twin, &[0]).unwrap();
-                self.twin.plan(&[(live.twin, 1)]).unwrap();
-                self.twin.truncate(live.twin, live.computed).unwrap();
+                let mut batch = self.twin.plan(&[(live.twin, 1)]).unwrap();
+                write(&mut self.twin, &mut batch, &[0]);
+                self.twin.commit_rows(&batch, &[Some(&[])]).unwrap();
             } else {
                 plan.push((live.twin, path.len()));
                 of_paths.extend(path.iter().map(|&row| of_rows[first + row]));
