@@ -148,6 +148,14 @@ struct Draft {
     behind: Vec<u32>,
 }
 
+/// A draft of a sequence that is there.
+struct Item<'a> {
+    seq: usize,
+    parents: Vec<Option<usize>>,
+    path: Vec<usize>,
+    draft: &'a Draft,
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     Add { from: usize, cut: usize, tail: Vec<u32> },
@@ -233,13 +241,13 @@ impl Pair {
     }
 
     fn step(&mut self, drafts: &[Draft]) {
-        let mut items: Vec<(usize, Vec<Option<usize>>, Vec<usize>, &Draft)> = Vec::new();
+        let mut items: Vec<Item> = Vec::new();
         for draft in drafts.iter().filter(|_| !self.live.is_empty()) {
             let seq = draft.seq % self.live.len();
             let live = &self.live[seq];
             let open = live.tokens.len() - live.computed;
             let rows = open + draft.tokens.len();
-            if rows == 0 || items.iter().any(|(other, ..)| *other == seq) {
+            if rows == 0 || items.iter().any(|item| item.seq == seq) {
                 continue;
             }
             let choice = |row: usize| row.checked_sub(open).map_or(7, |at| draft.tokens[at].1);
@@ -259,12 +267,12 @@ impl Pair {
                 _ if live.computed == 0 => path_to(&parents, rows - 1),
                 _ => vec![],
             };
-            items.push((seq, parents, path, draft));
+            items.push(Item { seq, parents, path, draft });
         }
         if items.is_empty() {
             return;
         }
-        for (seq, _, _, draft) in &items {
+        for Item { seq, draft, .. } in &items {
             let live = &mut self.live[*seq];
             let new: Vec<u32> = draft.tokens.iter().map(|&(token, _)| token).collect();
             self.tree.append(live.tree, &new).unwrap();
@@ -278,25 +286,27 @@ impl Pair {
         };
         let mut of_rows = Vec::new();
         let mut expected_positions = Vec::new();
-        for (seq, parents, ..) in &items {
+        for Item { seq, parents, .. } in &items {
             let live = &self.live[*seq];
             of_rows.extend((0..parents.len()).map(|row| of_row(live, parents, row)));
             let depth = |row| path_to(parents, row).len() - 1;
             expected_positions.extend((0..parents.len()).map(|row| live.computed + depth(row)));
         }
-        let plan: Vec<_> = items.iter().map(|(seq, parents, ..)| (self.live[*seq].tree, parents.len())).collect();
-        let trees = items.iter().map(|(_, parents, _, draft)| draft.branches.then(|| parents.clone())).collect();
+        let plan: Vec<_> = items.iter().map(|item| (self.live[item.seq].tree, item.parents.len())).collect();
+        let trees = items.iter().map(|item| item.draft.branches.then(|| item.parents.clone())).collect();
         let mut batch = self.tree.plan_trees(&plan, trees).unwrap();
         assert_eq!(batch.positions().collect::<Vec<_>>(), expected_positions);
         self.tree.check().unwrap();
         write(&mut self.tree, &mut batch, &of_rows);
         let outs = attend(&self.tree, &batch, &of_rows);
-        for (seq, _, _, draft) in &items {
+        for Item { seq, draft, .. } in &items {
             self.tree.append(self.live[*seq].tree, &draft.behind).unwrap();
         }
         let keep: Vec<Option<&[usize]>> = items
             .iter()
-            .map(|(_, parents, path, draft)| (draft.branches || path.len() < parents.len()).then_some(&path[..]))
+            .map(|Item { parents, path, draft, .. }| {
+                (draft.branches || path.len() < parents.len()).then_some(&path[..])
+            })
             .collect();
         self.tree.commit_rows(&batch, &keep).unwrap();
         assert!(matches!(self.tree.commit(&batch), Err(Error::StaleBatch(_))));
@@ -304,7 +314,7 @@ impl Pair {
         let mut first = 0;
         let mut plan = Vec::new();
         let (mut of_paths, mut expected) = (Vec::new(), Vec::new());
-        for (seq, parents, path, _) in &items {
+        for Item { seq, parents, path, .. } in &items {
             let live = &mut self.live[*seq];
             let drafts = live.tokens.split_off(live.computed);
             let kept: Vec<u32> = path.iter().map(|&row| drafts[row]).collect();
@@ -332,7 +342,7 @@ impl Pair {
             assert_eq!(attend(&self.twin, &batch, &of_paths), expected);
             self.twin.commit(&batch).unwrap();
         }
-        for (seq, _, path, draft) in &items {
+        for Item { seq, path, draft, .. } in &items {
             let live = &mut self.live[*seq];
             live.computed += path.len();
             live.tokens.extend_from_slice(&draft.behind);
