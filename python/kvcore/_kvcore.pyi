@@ -132,7 +132,7 @@ class Batch:
     """Slots for the next tokens of some sequences: what ``KVCache.plan`` grants.
 
     It may be written and attended until a newer plan, fork, truncate or free of any of its sequences, and attended
-    (but not written) after its commit.
+    (but not written) after its commit. A commit with ``keep`` ends it.
     """
 
     @property
@@ -141,7 +141,7 @@ class Batch:
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """Position of each row in its sequence, [num_tokens]."""
+        """Position of each row in its sequence, [num_tokens]: what rope needs. Rows of a tree may have the same."""
 
 @final
 class KVGroup:
@@ -324,15 +324,25 @@ class KVCache:
     def append(self, seq: Sequence, token_ids: _Sequence[int] | npt.NDArray[Any]) -> None:
         """Add token ids that have no K and V yet, such as a sampled token; at most 2^27 at once. All or nothing."""
 
-    def plan(self, items: _Iterable[tuple[Sequence, int]]) -> Batch:
+    def plan(
+        self, items: _Iterable[tuple[Sequence, int]], parents: _Iterable[_Iterable[int] | None] | None = None
+    ) -> Batch:
         """Take slots for the next n tokens of each ``(seq, n)`` that have no K and V yet, all or nothing.
 
         Copies that sharing demands are carried out: a block that another sequence or the prefix index can read is
         never changed where they can read it.
 
+        Args:
+            items: pairs of a sequence and n, at least 1.
+            parents: for drafts that branch (speculative decoding): for each item a list with, for each of its n rows,
+                the row among them that it follows, or -1 for the token before them; None for rows that follow each
+                other. A row then sees the tokens before the plan and its own path; ``Batch.positions`` are those on
+                the path. Such a batch is committed with ``keep``. A tree has at most 1024 rows, all trees 65536.
+
         Raises:
             OutOfBlocks: a pool lacks blocks; nothing was changed.
-            InvalidArgument: n below 1 or above the tokens without K and V, a sequence twice, or more than 2^20 pairs.
+            InvalidArgument: n below 1 or above the tokens without K and V, a sequence twice, or more than 2^20 pairs;
+                parents that do not fit the items, or that are not before their row.
         """
 
     def write(self, layer: int, batch: Batch, k: _Floats, v: _Floats | None = None) -> None:
@@ -395,7 +405,8 @@ class KVCache:
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Attention of the planned tokens over their sequences: softmax(q K^T * scale) V.
 
-        A row sees its own token and what its layer keeps before it; in a cross layer all of the encoder's tokens. Query
+        A row sees its own token and what its layer keeps before it (of a tree of drafts its path, at its positions); in
+        a cross layer all of the encoder's tokens. Query
         head h reads KV head h // (q heads / num_kv_heads). A row's bits depend on nothing but its query and the tokens
         that it sees: neither on the other rows, nor on how a prompt is cut, nor on the number of threads. Sequences
         whose block tables begin with the same blocks read these together, which changes no bit either. float32 and
@@ -460,17 +471,29 @@ class KVCache:
 
         Returns:
             [rows, heads, tokens], tokens being all up to the sequence's last new one. Weight 0 where a row does not see
-            a token. The weights of a row sum to 1, or less by the weight of its sink.
+            a token. The weights of a row sum to 1, or less by the weight of its sink. In a tree of drafts the tokens
+            are those of the row's path, by position.
 
         Raises:
             As ``attend``.
         """
 
-    def commit(self, batch: Batch) -> None:
-        """Mark the planned tokens as computed; they can be found by later sequences.
+    def commit(self, batch: Batch, keep: _Iterable[_Iterable[int] | None] | None = None) -> None:
+        """Mark the planned tokens as computed; they can be found by later sequences. All or nothing.
+
+        With ``keep`` only the rows of one path of each sequence: what is stored of them is moved, bit by bit, to the
+        front of the new slots, other slots are given back, and the tokens of other rows are forgotten. Tokens that were
+        appended behind the planned ones stay behind the path. All is then as if the paths alone had been planned and
+        written. The batch ends: later calls with it raise StaleBatch.
+
+        Args:
+            keep: for each sequence of the plan the rows of a path, from one that follows the token before the plan, in
+                order; of a sequence without ``parents`` its first rows. An empty list keeps none, None (not for trees)
+                all. A batch with trees needs it.
 
         Raises:
             InvalidState: a layer was not written, or the batch was committed before. StaleBatch.
+            InvalidArgument: rows that are no path, a tree without rows, or a sequence that would have no tokens left.
         """
 
     @_overload

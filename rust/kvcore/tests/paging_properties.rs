@@ -46,6 +46,11 @@ enum Op {
     Commit {
         batch: usize,
     },
+    /// Of each sequence the rows of which a bit is set: all, without a list, if all are.
+    CommitRows {
+        batch: usize,
+        bits: u16,
+    },
     Fork {
         seq: usize,
     },
@@ -116,6 +121,8 @@ fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(items, wild)| Op::Plan { items, wild }),
         16 => Just(Op::Commit { batch: 0 }),
         4 => (0..4usize).prop_map(|batch| Op::Commit { batch }),
+        6 => (prop::sample::select(vec![0, 0, 0, 1, 2]), prop_oneof![any::<u16>(), Just(0), Just(1), Just(u16::MAX)])
+            .prop_map(|(batch, bits)| Op::CommitRows { batch, bits }),
         4 => (0..512usize).prop_map(|seq| Op::Fork { seq }),
         2 => (prop::collection::vec(0..512usize, 0..4), prop::collection::vec(0..5usize, 0..5))
             .prop_map(|(seqs, parents)| Op::Reorder { seqs, parents }),
@@ -312,7 +319,8 @@ impl World {
                 None => self.refuse_dead(*seq),
             },
             Op::Plan { items, wild } => self.plan(items, *wild),
-            Op::Commit { batch } => self.commit(*batch),
+            Op::Commit { batch } => self.commit(*batch, None),
+            Op::CommitRows { batch, bits } => self.commit(*batch, Some(*bits)),
             Op::Fork { seq } => match self.pick(*seq) {
                 Some(at) => {
                     self.seqs[at].plan = None;
@@ -551,41 +559,63 @@ impl World {
             .collect()
     }
 
-    fn commit(&mut self, which: usize) {
+    fn commit(&mut self, which: usize, bits: Option<u16>) {
         let Some(Planned { batch, number, rows, version }) = self.batches.get(which) else { return };
         let state = |id: &SeqId| self.seqs.iter().find(|seq| seq.id == *id).and_then(|seq| seq.plan);
         let valid = rows.iter().all(|(id, _)| state(id).is_some_and(|(plan, _)| plan == *number));
         let open = rows.iter().all(|(id, _)| state(id) == Some((*number, true)));
+        let kept = |&(_, n): &(SeqId, usize)| -> Vec<usize> {
+            (0..n).filter(|row| bits.is_none_or(|bits| bits >> (row % 16) & 1 == 1)).collect()
+        };
+        let kept: Vec<Vec<usize>> = rows.iter().map(kept).collect();
+        let keep: Vec<_> = kept.iter().map(|kept| (bits != Some(u16::MAX)).then_some(&kept[..])).collect();
+        let call = |manager: &mut BlockManager| match bits {
+            None => manager.commit(batch),
+            Some(_) => manager.commit_rows(batch, &keep),
+        };
         if !valid {
             assert!(matches!(self.manager.validate(batch), Err(Error::StaleBatch(_))));
-            assert!(matches!(self.manager.commit(batch), Err(Error::StaleBatch(_))));
+            assert!(matches!(call(&mut self.manager), Err(Error::StaleBatch(_))));
             return;
         }
         self.manager.validate(batch).unwrap();
         assert_eq!(self.manager.is_committed(batch), !open);
         if !open {
-            assert!(matches!(self.manager.commit(batch), Err(Error::InvalidState(_))));
+            assert!(matches!(call(&mut self.manager), Err(Error::InvalidState(_))));
             return;
         }
-        for (row, &(id, n)) in batch.rows.iter().zip(rows) {
+        let left = |(&(id, n), kept): (&(SeqId, usize), &Vec<usize>)| {
+            self.manager.num_tokens(id).unwrap() - n + kept.len() > 0
+        };
+        if !rows.iter().zip(&kept).all(left) {
+            let before = self.state();
+            assert!(matches!(call(&mut self.manager), Err(Error::InvalidArgument(_))));
+            assert_eq!(self.state(), before);
+            return;
+        }
+        for ((row, &(id, n)), kept) in batch.rows.iter().zip(rows).zip(&kept) {
             let seq = self.seqs.iter_mut().find(|seq| seq.id == id).unwrap();
-            for position in seq.computed..seq.computed + n {
+            let behind = seq.tokens.split_off(seq.computed + n);
+            let planned = seq.tokens.split_off(seq.computed);
+            seq.tokens.extend(kept.iter().map(|&row| planned[row]));
+            for position in seq.computed..seq.tokens.len() {
                 let slot = token(&seq.tokens, position, SALTS[seq.salt], *version);
                 for (group, table) in row.tables.iter().enumerate() {
                     self.store.set(group, table, position, slot.clone());
                 }
                 seq.written.push(slot);
             }
+            seq.tokens.extend(behind);
         }
-        self.manager.commit(batch).unwrap();
+        call(&mut self.manager).unwrap();
         // A longer retention may have gone up to blocks that nobody holds.
         self.renewed = self.now;
         let rows = rows.clone();
         let number = *number;
-        for (id, n) in rows {
+        for ((id, _), kept) in rows.into_iter().zip(&kept) {
             let seq = self.seqs.iter_mut().find(|seq| seq.id == id).unwrap();
-            seq.computed += n;
-            seq.plan = Some((number, false));
+            seq.computed += kept.len();
+            seq.plan = bits.is_none().then_some((number, false));
             // Every written token can be found at once.
             let seq = &self.seqs[self.seqs.iter().position(|seq| seq.id == id).unwrap()];
             if seq.use_prefix

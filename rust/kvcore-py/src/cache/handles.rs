@@ -80,7 +80,7 @@ impl PyBatch {
         // Without the interpreter lock, as everything that waits: a call that holds the batch may ask for it.
         let positions = detached(py, |should_stop| {
             let batch = self.look(should_stop)?;
-            Ok(batch.items().flat_map(|(_, start, len)| start as i64..(start + len) as i64).collect())
+            Ok(batch.positions().map(|position| position as i64).collect())
         })?;
         Ok(PyArray1::from_vec(py, positions))
     }
@@ -91,7 +91,7 @@ impl PyBatch {
 }
 
 /// The most pairs of a plan and beams of a reorder. An iterator that never ends must not take all memory.
-const MAX_ITEMS: usize = 1 << 20;
+pub const MAX_ITEMS: usize = 1 << 20;
 
 /// The argument `seq`.
 pub fn seq(value: &Bound<'_, PyAny>) -> PyResult<SeqId> {

@@ -7,6 +7,7 @@ mod lock;
 mod options;
 mod report;
 mod scores;
+mod trees;
 mod view;
 
 use std::cell::Cell;
@@ -346,9 +347,15 @@ impl PyKvCache {
         self.change(py, |cache, _| cache.append(seq, &ids))
     }
 
-    fn plan(&self, py: Python<'_>, items: &Bound<'_, PyAny>) -> PyResult<PyBatch> {
+    #[pyo3(signature = (items, parents = None))]
+    fn plan(&self, py: Python<'_>, items: &Bound<'_, PyAny>, parents: Option<&Bound<'_, PyAny>>) -> PyResult<PyBatch> {
         let items = plan_items(items)?;
-        Ok(PyBatch::new(self.change_now(py, |cache, _| cache.plan(&items))?))
+        let parents = parents.map(trees::parents).transpose()?;
+        let plan = |cache: &mut KvCache| match parents {
+            None => cache.plan(&items),
+            Some(parents) => cache.plan_trees(&items, parents),
+        };
+        Ok(PyBatch::new(self.change_now(py, |cache, _| plan(cache))?))
     }
 
     #[pyo3(signature = (layer, batch, k, v = None))]
@@ -466,9 +473,22 @@ impl PyKvCache {
         PyArray1::from_vec(py, weights).reshape([count, heads.len(), tokens])
     }
 
-    fn commit(&self, py: Python<'_>, #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>) -> PyResult<()> {
+    #[pyo3(signature = (batch, keep = None))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = batch)] batch: Bound<'_, PyBatch>,
+        keep: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let batch = batch.get();
-        self.change_now(py, |cache, should_stop| cache.commit(&*batch.look(should_stop)?))
+        let Some(keep) = keep else {
+            return self.change_now(py, |cache, should_stop| cache.commit(&*batch.look(should_stop)?));
+        };
+        let keep = trees::rows(keep, batch.num_tokens)?;
+        self.change_now(py, |cache, should_stop| {
+            let keep: Vec<Option<&[usize]>> = keep.iter().map(Option::as_deref).collect();
+            cache.commit_rows(&*batch.look(should_stop)?, &keep)
+        })
     }
 
     #[pyo3(signature = (seq, n = None))]

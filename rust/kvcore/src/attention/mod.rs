@@ -29,6 +29,7 @@ mod tree;
 pub use maps::attention_weights;
 pub use mask::Mask;
 pub use scoring::{Bias, HeadBias, Scoring};
+pub use tree::MAX_ROWS as MAX_TREE_ROWS;
 
 use crate::paging::BlockId;
 use crate::simd::{Bf16, F16, F32, Fp8E4M3, Fp8E5M2, Int8, Level};
@@ -49,7 +50,8 @@ pub struct Rows<'a> {
     /// Which tokens each row sees.
     pub mask: Mask,
     /// Of rows that branch, such as the drafts of speculative decoding: the row that each follows, or none for one that
-    /// follows the token before `start`. See [`Path`]. None: each follows the one before it.
+    /// follows the token before `start`. See [`Path`]. None: each follows the one before it. Where rows see another
+    /// sequence's tokens, this says their positions alone.
     pub parents: Option<&'a [Option<usize>]>,
 }
 

@@ -16,7 +16,7 @@ use super::cascade::{Entry, Segment, share};
 use super::softmax::{Finish, Merge};
 use super::tile::{Partial, QueryTile, Row, Scratch, State, heads_of};
 use super::tree;
-use super::{Call, Output};
+use super::{Call, Mask, Output};
 use crate::Result;
 use crate::simd::{Format, Level, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
@@ -202,9 +202,10 @@ fn entries<'a>(call: &Call<'a>) -> (Vec<Entry<'a>>, Vec<Vec<Row<'a>>>) {
             entries.push(Entry { blocks: of.blocks, sees: first.sees.start..last.sees.end, own_from });
             rows_of.push(rows);
         };
-        match of.parents {
-            None => push(rows, usize::MAX),
-            Some(_) => rows.into_iter().for_each(|row| push(vec![row], of.start)),
+        match (of.parents, of.mask) {
+            (None, _) => push(rows, usize::MAX),
+            (Some(_), Mask::Cross { .. }) => rows.into_iter().for_each(|row| push(vec![row], usize::MAX)),
+            (Some(_), _) => rows.into_iter().for_each(|row| push(vec![row], of.start)),
         }
     }
     (entries, rows_of)

@@ -17,7 +17,7 @@ use super::{Mask, Rows};
 use crate::{Error, Result};
 
 /// The most rows of one tree.
-const MAX_ROWS: usize = 1024;
+pub const MAX_ROWS: usize = 1024;
 
 /// The slots of a row's tokens from `start` on, where they are not in order.
 #[derive(Clone, Debug)]
@@ -53,16 +53,14 @@ pub fn check(parents: &[Option<usize>], rows: &Rows<'_>) -> Result<()> {
     if parents.len() > MAX_ROWS {
         return wrong(format!("expected at most {MAX_ROWS} rows, got {}", parents.len()));
     }
-    if matches!(rows.mask, Mask::Cross { .. }) {
-        return wrong("expected none for rows that see another sequence's tokens".into());
-    }
     match parents.iter().enumerate().find(|(row, parent)| parent.is_some_and(|parent| parent >= *row)) {
         Some((row, Some(parent))) => wrong(format!("expected a row before row {row}, got {parent}")),
         _ => Ok(()),
     }
 }
 
-/// The position of each row, and its path if that is not the order of the slots.
+/// The position of each row, and its path if that is not the order of the slots: of rows that see another sequence's
+/// tokens it always is.
 pub fn places(rows: &Rows<'_>) -> Vec<(usize, Option<Path>)> {
     let Some(parents) = rows.parents else {
         return (rows.start..rows.start + rows.len).map(|position| (position, None)).collect();
@@ -74,7 +72,8 @@ pub fn places(rows: &Rows<'_>) -> Vec<(usize, Option<Path>)> {
     }
     let place = |slots: Arc<[usize]>| {
         let position = rows.start + slots.len() - 1;
-        let in_order = slots.iter().enumerate().all(|(i, &slot)| i == slot);
+        let is_cross = matches!(rows.mask, Mask::Cross { .. });
+        let in_order = is_cross || slots.iter().enumerate().all(|(i, &slot)| i == slot);
         (position, (!in_order).then_some(Path { start: rows.start, slots }))
     };
     slots.into_iter().map(place).collect()
@@ -99,12 +98,21 @@ mod tests {
     }
 
     #[test]
+    fn rows_that_see_another_sequence_have_positions_alone() {
+        let parents = [None, None, Some(1)];
+        let rows = Rows { parents: Some(&parents), ..Rows::new(&[], 7, 3, Mask::Cross { tokens: 3 }) };
+        assert!(check(&parents, &rows).is_ok());
+        let places = places(&rows);
+        assert!(places.iter().all(|(_, path)| path.is_none()));
+        assert_eq!(places.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [7, 7, 8]);
+    }
+
+    #[test]
     fn parents_that_do_not_fit() {
         let rows = Rows::new(&[], 7, 2, Mask::Causal);
         assert!(check(&[None], &rows).is_err());
         assert!(check(&[None, Some(1)], &rows).is_err());
         assert!(check(&[Some(0), None], &rows).is_err());
-        assert!(check(&[None, None], &Rows { mask: Mask::Cross { tokens: 3 }, ..rows }).is_err());
         assert!(check(&[None; 1025], &Rows { len: 1025, ..rows }).is_err());
     }
 }

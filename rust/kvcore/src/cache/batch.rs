@@ -1,7 +1,8 @@
 //! A planned batch, and which of its layers have been written.
 #![forbid(unsafe_code)]
 
-use crate::paging::{self, SeqId};
+use super::tree::Tree;
+use crate::paging;
 
 /// A planned batch: the slots of its new tokens, and which layers have been written.
 #[derive(Clone, Debug)]
@@ -9,6 +10,8 @@ pub struct Batch {
     pub(super) plan: paging::Batch,
     /// Of every layer; those without K and V of new tokens (cross, none) count as written.
     pub(super) written: Vec<bool>,
+    /// Of each sequence whose new tokens branch; empty if none does.
+    pub(super) trees: Vec<Option<Tree>>,
 }
 
 impl Batch {
@@ -22,8 +25,21 @@ impl Batch {
         self.plan.rows.get(index).map_or(0, |row| row.len)
     }
 
-    /// For each sequence of the plan: its handle, the position of its first new token, and their number.
-    pub fn items(&self) -> impl Iterator<Item = (SeqId, usize, usize)> + '_ {
-        self.plan.rows.iter().map(|row| (row.seq, row.start, row.len))
+    /// Sequences of the plan.
+    pub fn num_sequences(&self) -> usize {
+        self.plan.rows.len()
+    }
+
+    /// The position of each row in its sequence: where rows branch, two may have the same.
+    pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
+        self.plan.rows.iter().enumerate().flat_map(|(index, of)| {
+            let tree = self.tree(index);
+            (0..of.len).map(move |row| of.start + tree.map_or(row, |tree| tree.depth(row)))
+        })
+    }
+
+    /// How the new tokens of the plan's sequence `index` branch.
+    pub(super) fn tree(&self, index: usize) -> Option<&Tree> {
+        self.trees.get(index).and_then(Option::as_ref)
     }
 }

@@ -7,9 +7,10 @@
 //! commit(batch)                          what was written becomes findable, once every layer is written
 //! ```
 //!
-//! `config.rs` says what groups of layers there are, `rows.rs` writes and reads K and V, `cross.rs` those of an encoder,
-//! `views.rs` lends them without a copy, `moves.rs` carries out what the manager decides about bytes, `calibrate.rs` finds
-//! static scales, `save.rs` joins the cache with files.
+//! `config.rs` says what groups of layers there are, `rows.rs` writes and reads K and V, `cross.rs` those of an
+//! encoder, `tree.rs` plans drafts that branch and commits a path of them, `views.rs` lends K and V without a copy,
+//! `moves.rs` carries out what the manager decides about bytes, `calibrate.rs` finds static scales, `save.rs` joins the
+//! cache with files.
 #![forbid(unsafe_code)]
 
 mod batch;
@@ -19,6 +20,7 @@ mod cross;
 mod moves;
 mod rows;
 mod save;
+mod tree;
 mod views;
 
 use std::collections::VecDeque;
@@ -29,6 +31,7 @@ use std::time::{Duration, Instant};
 pub use batch::Batch;
 pub use config::{CacheConfig, GroupKind, GroupSpec};
 pub use rows::{AttendOptions, Dense};
+pub use tree::MAX_ROWS_OF_TREES;
 pub use views::{Ended, TileView};
 
 use crate::paging::{
@@ -213,26 +216,34 @@ impl KvCache {
         let (manager, mut bytes) = self.parts();
         let plan = manager.plan(items, &mut bytes)?;
         let written = self.places.iter().map(|place| !matches!(place, Place::Paged { .. })).collect();
-        Ok(Batch { plan, written })
+        Ok(Batch { plan, written, trees: Vec::new() })
     }
 
     /// Mark the planned tokens as computed and make them findable.
     ///
     /// # Errors
-    /// [`Error::InvalidState`] if a layer was not written or the batch is committed, [`Error::StaleBatch`].
+    /// [`Error::InvalidState`] if a layer was not written or the batch is committed, [`Error::StaleBatch`],
+    /// [`Error::InvalidArgument`] for a batch with trees, which [`Self::commit_rows`] commits.
     pub fn commit(&mut self, batch: &Batch) -> Result<()> {
         self.tick();
         self.manager.validate(&batch.plan)?;
-        if let Some(layer) = batch.written.iter().position(|&w| !w)
-            && !self.manager.is_committed(&batch.plan)
-        {
-            let missing = batch.written.iter().filter(|&&w| !w).count();
-            return Err(Error::InvalidState(format!(
-                "commit: expected K and V in all {} layers, {missing} not written (the first is layer {layer})",
-                batch.written.len()
-            )));
+        if let Some(item) = batch.trees.iter().position(Option::is_some) {
+            return Err(tree::no_path(item));
+        }
+        if !self.manager.is_committed(&batch.plan) {
+            self.check_written(batch)?;
         }
         self.manager.commit(&batch.plan)
+    }
+
+    /// Whether all layers of the batch are written.
+    fn check_written(&self, batch: &Batch) -> Result<()> {
+        let Some(layer) = batch.written.iter().position(|&w| !w) else { return Ok(()) };
+        let missing = batch.written.iter().filter(|&&w| !w).count();
+        Err(Error::InvalidState(format!(
+            "commit: expected K and V in all {} layers, {missing} not written (the first is layer {layer})",
+            batch.written.len()
+        )))
     }
 
     /// A second sequence with the same tokens that shares all blocks until one of them is written.

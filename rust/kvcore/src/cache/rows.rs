@@ -1,6 +1,7 @@
 //! Writes K and V of planned tokens, attends with their queries, and reads back what is stored.
 #![forbid(unsafe_code)]
 
+use super::tree::Tree;
 use super::{Batch, KvCache, Place};
 use crate::attention::{self, Bias, Call, Mask, Output, Rows, Scoring};
 use crate::paging::{BlockId, SeqId};
@@ -115,8 +116,8 @@ impl KvCache {
     }
 
     /// The attention weights of some rows of the batch's sequence `index` (counted from its first planned token) and some
-    /// query heads: `[rows, heads, tokens]`, tokens being those up to the last planned one. `q` as for
-    /// [`Self::attend`].
+    /// query heads: `[rows, heads, tokens]`, tokens being those up to the last planned one; of a tree the tokens of the
+    /// row's path, by position. `q` as for [`Self::attend`].
     ///
     /// # Errors
     /// As [`Self::attend`]; [`Error::InvalidArgument`] for an index, a row or a head that is not there,
@@ -179,9 +180,11 @@ impl KvCache {
                     None => Mask::Causal,
                     Some(window) => Mask::Window(window),
                 };
-                let rows = batch.plan.rows.iter();
-                let rows = rows.map(|r| Rows::new(&r.tables[group], r.start, r.len, mask)).collect();
-                (&self.stores[group], index, rows)
+                let rows = batch.plan.rows.iter().enumerate().map(|(i, r)| Rows {
+                    parents: batch.tree(i).map(Tree::parents),
+                    ..Rows::new(&r.tables[group], r.start, r.len, mask)
+                });
+                (&self.stores[group], index, rows.collect())
             }
             Place::Cross { index } => {
                 if options.window.is_some() {
@@ -218,11 +221,10 @@ impl KvCache {
                  seq, k, v) before the plan"
             )));
         }
-        let rows = batch
-            .plan
-            .rows
-            .iter()
-            .map(|row| Rows::new(&row.cross, row.start, row.len, Mask::Cross { tokens: row.cross_tokens }));
+        let rows = batch.plan.rows.iter().enumerate().map(|(i, row)| Rows {
+            parents: batch.tree(i).map(Tree::parents),
+            ..Rows::new(&row.cross, row.start, row.len, Mask::Cross { tokens: row.cross_tokens })
+        });
         Ok(rows.collect())
     }
 

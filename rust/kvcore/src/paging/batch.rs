@@ -5,7 +5,7 @@ use super::block::BlockId;
 use super::sequence::SeqId;
 
 /// The result of [`plan`](super::BlockManager::plan). It ends with the next plan, fork, truncate or free of any of its
-/// sequences; until then it may be attended, and until its commit written.
+/// sequences, or when it is committed in part; until then it may be attended, and until its commit written.
 #[derive(Debug, Clone)]
 pub struct Batch {
     /// One per sequence, in the order of the plan.

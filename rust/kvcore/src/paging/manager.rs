@@ -3,7 +3,7 @@
 //! ```text
 //! add(tokens):    take references to the longest published prefix, at most all but the last token     (admit.rs)
 //! plan(seq, n):   count what all sequences need; too much: an error, nothing changed                  (plan.rs)
-//! commit(batch):  planned tokens count as computed and are published                                  (publish.rs)
+//! commit(batch):  planned tokens, or some of them, count as computed and are published   (commit.rs, publish.rs)
 //! fork, reorder:  a reference to every block                                                          (beams.rs)
 //! truncate(seq):  references to what is wholly behind dropped
 //! free(seq):      references dropped from the last block to the first
@@ -120,7 +120,8 @@ impl BlockManager {
     }
 
     /// Whether the batch may be attended, and (unless committed) written. Errors: `StaleBatch` after a newer plan, a
-    /// fork, truncate or free of any of its sequences; `InvalidHandle` for another cache's batch.
+    /// fork, truncate or free of any of its sequences, and after a commit in part; `InvalidHandle` for another cache's
+    /// batch.
     pub fn validate(&self, batch: &Batch) -> Result<()> {
         if batch.manager != self.id {
             return Err(Error::InvalidHandle("the batch belongs to another cache".into()));
@@ -129,7 +130,7 @@ impl BlockManager {
             match self.sequences.get(of.seq) {
                 Err(_) => return Err(Error::StaleBatch(format!("the sequence of row {row} was freed"))),
                 Ok(sequence) if sequence.batch != batch.serial => {
-                    let why = "was planned again, forked or truncated";
+                    let why = "was planned again, forked, truncated or committed in part";
                     return Err(Error::StaleBatch(format!("the sequence of row {row} {why}")));
                 }
                 Ok(_) => {}
@@ -143,39 +144,6 @@ impl BlockManager {
         let committed =
             |row: &BatchSeq| self.sequences.get(row.seq).is_ok_and(|s| s.batch == batch.serial && s.committed);
         batch.manager == self.id && batch.rows.iter().any(committed)
-    }
-
-    /// Counts the planned tokens as computed and publishes them. The caller has written K and V of every layer. Errors,
-    /// with nothing changed: those of `validate`, `InvalidState` for a batch committed before, `InvalidArgument` for one
-    /// whose rows are not those of the plan.
-    pub fn commit(&mut self, batch: &Batch) -> Result<()> {
-        self.validate(batch)?;
-        if self.is_committed(batch) {
-            return Err(Error::InvalidState("the batch was committed already".into()));
-        }
-        for (row, of) in batch.rows.iter().enumerate() {
-            let sequence = self.sequences.get(of.seq)?;
-            if (of.start, of.len) != (sequence.computed, sequence.planned) {
-                return Err(Error::InvalidArgument(format!("row {row} of the batch was altered after the plan")));
-            }
-        }
-        let block_size = self.config.block_size;
-        for row in &batch.rows {
-            let sequence = self.sequences.get_mut(row.seq)?;
-            let end = sequence.computed + sequence.planned;
-            for (group, table) in self.blocks.groups.iter_mut().zip(&sequence.tables) {
-                for index in (sequence.computed / block_size).max(table.returned)..table.blocks.len() {
-                    group.pool.set_filled(table.blocks[index], block_size.min(end - index * block_size));
-                }
-            }
-            sequence.computed = end;
-            sequence.planned = 0;
-            sequence.committed = true;
-            if sequence.use_prefix && sequence.era == self.era {
-                self.blocks.publish(sequence, block_size);
-            }
-        }
-        Ok(())
     }
 
     /// Keeps the first `num_tokens` tokens and releases the blocks wholly beyond them. What is planned but not committed

@@ -4,7 +4,7 @@
 //! stays), [`pool`] (reference counts), `group` (a pool with its window and second tier), `prefix` and `siblings` (which
 //! block holds which tokens), `blocks`, `publish` and `spill` (pools and index, changed together), `sequence` and
 //! `batch` (what callers hold), and [`manager`], the only one that callers need; its calls are in `admit`, `plan`,
-//! `beams`, `pins`, `holds`, `transfer`, `restore` and `stats`.
+//! `commit`, `beams`, `pins`, `holds`, `transfer`, `restore` and `stats`.
 #![forbid(unsafe_code)]
 
 mod access;
@@ -14,6 +14,7 @@ mod beams;
 mod block;
 mod blocks;
 mod check;
+mod commit;
 mod config;
 mod events;
 mod free_list;

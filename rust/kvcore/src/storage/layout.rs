@@ -178,11 +178,16 @@ impl Layout {
         if self.latent { 0 } else { self.width() * TILE * self.dtype.bits() / 8 }
     }
 
+    /// Bytes of one scale of a token, where tokens have scales.
+    pub(super) const fn scale_bytes(&self) -> usize {
+        if matches!(self.dtype, KvDtype::Int4) { size_of::<u16>() } else { size_of::<f32>() }
+    }
+
     /// Bytes of the scales that belong to the tile of 16 tokens of a head with `dims` dimensions.
     const fn tile_scale_bytes(&self, dims: usize, group: usize) -> usize {
         match (self.dtype, self.scale_mode) {
-            (KvDtype::Int4, _) => int4::groups(dims, group) * 2 * TILE * size_of::<u16>(),
-            (_, ScaleMode::PerTokenHead) => TILE * size_of::<f32>(),
+            (KvDtype::Int4, _) => int4::groups(dims, group) * 2 * TILE * self.scale_bytes(),
+            (_, ScaleMode::PerTokenHead) => TILE * self.scale_bytes(),
             (_, ScaleMode::Static) => 0,
         }
     }

@@ -11,6 +11,7 @@ pub mod scales;
 pub mod spill;
 pub mod store;
 pub mod strided;
+mod token;
 pub mod view;
 
 pub use crate::formats::{KvDtype, ScaleMode, fp8};

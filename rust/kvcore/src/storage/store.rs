@@ -7,6 +7,7 @@ use super::arena::{Arena, Frozen};
 use super::layout::{Layout, Places, TILE};
 use super::rows;
 use super::scales::Scales;
+use super::token::Slot;
 use super::view::LayerView;
 use crate::formats::codec::{self, Codec, Extent};
 use crate::formats::half_float::f32_to_f16;
@@ -120,6 +121,20 @@ impl KvStore {
     pub fn copy_block(&mut self, src: BlockId, dst: BlockId) {
         let dst = self.layout.block(dst.index()).start;
         self.arena.copy(self.layout.block(src.index()), dst);
+    }
+
+    /// Copy what is stored of one token, its scales too, to another (block, token within the block), in all layers. The
+    /// caller owns the block that is written alone.
+    pub fn copy_token(&mut self, from: (BlockId, usize), to: (BlockId, usize)) {
+        let mut token = Vec::new();
+        for layer in 0..self.layout.num_layers {
+            let places = self.layout.places(layer);
+            token.clear();
+            let (bytes, (tiles, scales)) = (self.arena.bytes(), places.parts(from.0.index()));
+            Slot::new(&self.layout, places, from.1).take((&bytes[tiles], &bytes[scales]), &mut token);
+            let (tiles, scales) = places.parts(to.0.index());
+            Slot::new(&self.layout, places, to.1).put(&token, self.arena.get_two_mut(tiles, scales));
+        }
     }
 
     /// A block's bytes in all layers, as they are stored: what another arena of the same layout can take over.
