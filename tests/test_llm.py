@@ -511,7 +511,6 @@ def test_close() -> None:
     [
         ({"dtype": "f8"}, InvalidArgument, "dtype: expected one of auto, float32"),
         ({"dtype": 32}, TypeError, "dtype"),
-        ({"quantization": "int8"}, InvalidArgument, "'int8', which is not supported yet"),
         ({"quantization": "awq"}, InvalidArgument, "quantization"),
         ({"kv_cache_dtype": "fp4"}, InvalidArgument, "kv_cache_dtype"),
         ({"block_size": 8}, InvalidArgument, "multiple of 16, got 8"),

@@ -96,7 +96,7 @@ BAD_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
         for name in NAMES
         for value in ("", "float64", "FLOAT32", "auto ", "\0")
     ),
-    ("quantization", "int4", InvalidArgument, "not supported yet"),
+    ("quantization", "int5", InvalidArgument, "expected one of auto, none, int8, int4"),
     *(("kv_cache_scale_mode", value, InvalidArgument, "expected one of auto, static") for value in ("", "dynamic")),
     ("kv_cache_scale_mode", 1, TypeError, "string"),
     ("block_size", 8, InvalidArgument, "a multiple of 16, got 8"),

@@ -275,8 +275,11 @@ def test_streams_that_come_and_go(
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("cache", ["float32", "bfloat16", "fp8_e4m3"])
-def test_smollm2(cache: str, smollm2_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cache", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("fp8_e4m3", "none"), ("fp8_e4m3", "int4"), ("bfloat16", "int8")],
+)
+def test_smollm2(cache: str, quantization: str, smollm2_path: Path) -> None:
     text = "The cache keeps keys and values of all tokens that a model has read, so that none is computed twice. "
     questions = ["What is it for?", "How large is it?", "한국어로 설명해 줘.", "x"]
     want: list[Floats] = []
@@ -285,7 +288,7 @@ def test_smollm2(cache: str, smollm2_path: Path) -> None:
         with LLM(
             smollm2_path,
             dtype=weights,
-            quantization="none",
+            quantization=quantization,
             kv_cache_dtype=cache,
             num_kv_blocks=64,
             num_threads=num_threads,

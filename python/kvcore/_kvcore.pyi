@@ -731,15 +731,17 @@ class Linear:
     """A linear layer y = x @ W.T + b over packed weights.
 
     A row's bits depend on nothing but the row: neither on the other rows nor on the number of threads. bfloat16
-    weights round x to bf16 (sums are float32); float32 and float16 weights are float32 arithmetic.
+    weights round x to bf16 (sums are float32); float32 and float16 weights are float32 arithmetic; int8 and int4
+    weights round x to 8 bits, 32 values at a time with a scale of their own, and sum these 32 products exactly.
     """
 
     def __new__(
         cls,
-        weight: _Floats,
+        weight: _Floats | npt.NDArray[np.uint8],
         bias: _Floats | None = None,
         *,
         dtype: str = "float32",
+        blocks: str | None = None,
         threads: Threads | None = None,
         arena: Arena | None = None,
     ) -> Linear:

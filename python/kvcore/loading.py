@@ -69,10 +69,6 @@ class Options:
         object.__setattr__(self, "dtype", _name("dtype", self.dtype, WEIGHT_DTYPES))
         object.__setattr__(self, "kv_cache_dtype", _name("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES)))
         _name("quantization", self.quantization, ("auto", "none", "int8", "int4"))
-        if self.quantization in ("int8", "int4"):
-            raise InvalidArgument(
-                f"quantization: expected 'auto' or 'none', got {self.quantization!r}, which is not supported yet"
-            )
         _name("kv_cache_scale_mode", self.kv_cache_scale_mode, SCALE_MODES)
         maxima = {"block_size": _MAX_BLOCK_SIZE, "num_kv_blocks": _MAX_BLOCKS, "num_threads": _MAX_THREADS}
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -198,8 +194,10 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
     dtype = weight_dtype(config, options)
     threads = Threads(options.num_threads)
     blocks = num_blocks(spec, make_cache(spec, dtype, options, 1, threads, "").bytes_per_token, options)
-    cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {dtype}")
-    return Decoder(spec, weights, cache, dtype=dtype)
+    quantization = options.quantization if options.quantization in ("int8", "int4") else None
+    held = f"{quantization} beside {dtype}" if quantization else dtype
+    cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held}")
+    return Decoder(spec, weights, cache, dtype=dtype, quantization=quantization)
 
 
 def make_cache(
@@ -320,6 +318,9 @@ class RandomWeights:
         values: npt.NDArray[Any] = generator.standard_normal(shape, np.float32)
         values /= np.float32(math.sqrt(shape[-1]))
         return values
+
+    def blocks(self, name: str) -> None:
+        """None: random values are no blocks."""
 
     def unused(self) -> list[str]:
         """Nothing is ever left over."""

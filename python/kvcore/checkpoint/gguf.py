@@ -425,12 +425,23 @@ class GGUFWeights:
         Raises:
             CheckpointError: there is no such tensor, its format is not supported, or its rows are no whole heads.
         """
+        return self._in_order(name, self.file.get(self._stored(name)))
+
+    def blocks(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
+        """A tensor's blocks ``[rows, bytes of a row]``, if they are Q4_0, Q4_1 or Q8_0. Raises as ``get``."""
         stored = self._stored(name)
-        array = self.file.get(stored)
+        kind = self.file.tensors[stored].type
+        if kind not in ("Q4_0", "Q4_1", "Q8_0") or len(self.shape(name)) != 2:
+            return None
+        return kind, self._in_order(name, self.file.raw(stored))
+
+    def _in_order(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The rows in Hugging Face's order."""
         heads = self._heads.get(name)
         if heads is not None:
             rows = len(array)
             if rows % (2 * heads):
+                stored = self._stored(name)
                 raise CheckpointError(
                     f"{self.source}: tensor {stored!r}: expected rows for {heads} heads of an even size, got {rows}"
                 )
@@ -441,7 +452,7 @@ class GGUFWeights:
         return array
 
     def unused(self) -> list[str]:
-        """Names that ``get`` was never called for, sorted."""
+        """Names that neither ``get`` nor ``blocks`` gave, sorted."""
         return sorted(self._names.keys() - self._used)
 
     def _stored(self, name: str) -> str:

@@ -84,8 +84,13 @@ class Weights(Protocol):
         """The tensor, C-contiguous and not to be written to. Raises as ``dtype`` does."""
         ...
 
+    def blocks(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
+        """The tensor's quantised blocks as they are stored, if it has such: Q4_0, Q4_1 or Q8_0, and
+        ``[rows, bytes of a row]``. Else None."""
+        ...
+
     def unused(self) -> list[str]:
-        """Names that ``get`` was never called for, sorted."""
+        """Names that neither ``get`` nor ``blocks`` gave, sorted."""
         ...
 
 
@@ -263,6 +268,9 @@ class SafetensorsWeights:
         self.dtype(name)
         self._used.add(name)
         return self._files[name].get(name)
+
+    def blocks(self, name: str) -> None:
+        """None: these files have no blocks."""
 
     def unused(self) -> list[str]:
         """Names that ``get`` was never called for, sorted."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvcore._kvcore import Arena, Linear, rope_split
 from kvcore.errors import CheckpointError
 from kvcore.models.rope import RopeTable
-from kvcore.models.spec import check_weights, read_output, read_tensor, unused_tensors
+from kvcore.models.spec import check_weights, read_blocks, read_output, read_tensor, unused_tensors
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Batch, KVCache
@@ -59,12 +59,17 @@ class Decoder:
         weights: its tensors, read one at a time.
         cache: the KV cache; its shape must be the spec's, its threads run the products, too.
         dtype: what matrices are held in: float32, bfloat16 or float16. Norms and biases are float32.
+        quantization: int8 or int4, in place of ``dtype`` for all but the embedding: blocks that are stored so are taken
+            as they are, all else is rounded. The output matrix, whose errors nothing evens out, has at least 8 bits.
+            None: ``dtype``.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape or type than the spec says.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, cache: KVCache, *, dtype: str) -> None:
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, cache: KVCache, *, dtype: str, quantization: str | None = None
+    ) -> None:
         check_weights(spec, weights)
         if spec.rope.rotary_dim > spec.head_dim:
             raise CheckpointError(
@@ -75,10 +80,10 @@ class Decoder:
         self._threads = cache.threads
         self._rope = RopeTable(spec.rope)
         self._dtype = dtype
-        read = _Reader(spec, weights, dtype, cache)
+        read = _Reader(spec, weights, dtype, quantization, cache)
         self._embedding = read.matrix("embed_tokens.weight")
         output = read_output(spec, weights)
-        self._output = read.pack(self._embedding if output is None else output, None)
+        self._output = read.pack(self._embedding if output is None else output, None, output=True)
         self._norm = read.vector("norm.weight")
         self._layers = [read.layer(layer) for layer in range(spec.num_layers)]
         left = unused_tensors(spec, weights)
@@ -142,10 +147,13 @@ class Decoder:
 class _Reader:
     """Reads a spec's tensors and packs them."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, dtype: str, cache: KVCache) -> None:
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, dtype: str, quantization: str | None, cache: KVCache
+    ) -> None:
         self._spec = spec
         self._weights = weights
         self._dtype = dtype
+        self._quantization = quantization
         self._threads = cache.threads
         self._arena = Arena()
 
@@ -169,18 +177,39 @@ class _Reader:
         assert tensor is not None, role
         return tensor.astype(_NUMPY_DTYPES[self._dtype])
 
-    def pack(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None) -> Linear:
-        return Linear(weight, bias, dtype=self._dtype, threads=self._threads, arena=self._arena)
+    def pack(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None, *, output: bool = False) -> Linear:
+        held = self._quantization or self._dtype
+        if output and held == "int4":
+            held = "int8"
+        return Linear(weight, bias, dtype=held, threads=self._threads, arena=self._arena)
 
     def _joint(self, names: tuple[str, ...], layer: int) -> Linear:
         """Matrices with the same input as one, the outputs below each other."""
-        matrices = [read_tensor(self._spec, self._weights, f"{name}.weight", layer) for name in names]
-        weights = [matrix for matrix in matrices if matrix is not None]
+        blocks = self._blocks(names, layer)
+        shapes = [self._spec.tensor(f"{name}.weight", layer).shape for name in names]
         biases = [read_tensor(self._spec, self._weights, f"{name}.bias", layer) for name in names]
         bias = None
         if any(b is not None for b in biases):
-            parts = zip(weights, biases, strict=True)
+            parts = zip(shapes, biases, strict=True)
             bias = np.concatenate(
-                [np.zeros(len(w), np.float32) if b is None else b.astype(np.float32) for w, b in parts]
+                [np.zeros(shape[0], np.float32) if b is None else b.astype(np.float32) for shape, b in parts]
             )
+        if blocks is not None:
+            kind, rows = blocks
+            held = str(self._quantization)
+            return Linear(rows, bias, dtype=held, blocks=kind, threads=self._threads, arena=self._arena)
+        matrices = [read_tensor(self._spec, self._weights, f"{name}.weight", layer) for name in names]
+        weights = [matrix for matrix in matrices if matrix is not None]
         return self.pack(weights[0] if len(weights) == 1 else np.concatenate(weights), bias)
+
+    def _blocks(self, names: tuple[str, ...], layer: int) -> tuple[str, npt.NDArray[np.uint8]] | None:
+        """The matrices' blocks below each other, if all have the same kind of the wanted bits."""
+        if self._quantization is None:
+            return None
+        parts = [read_blocks(self._spec, self._weights, f"{name}.weight", layer) for name in names]
+        kinds = {part[0] for part in parts if part is not None}
+        wanted = ("Q8_0",) if self._quantization == "int8" else ("Q4_0", "Q4_1")
+        if None in parts or len(kinds) != 1 or not kinds <= set(wanted):
+            return None
+        rows = [part[1] for part in parts if part is not None]
+        return kinds.pop(), rows[0] if len(rows) == 1 else np.concatenate(rows)

@@ -120,6 +120,14 @@ def read_tensor(spec: DecoderSpec, weights: Weights, role: str, layer: int | Non
     return weights.get(tensor.name) if _check(weights, tensor) else None
 
 
+def read_blocks(
+    spec: DecoderSpec, weights: Weights, role: str, layer: int | None = None
+) -> tuple[str, npt.NDArray[np.uint8]] | None:
+    """The quantised blocks of the tensor with this role, as ``Weights.blocks`` has them. Raises as ``read_tensor``."""
+    tensor = spec.tensor(role, layer)
+    return weights.blocks(tensor.name) if _check(weights, tensor) else None
+
+
 def read_output(spec: DecoderSpec, weights: Weights) -> npt.NDArray[Any] | None:
     """The output matrix ``[vocab_size, hidden_size]``, or None if it is the embedding.
 

@@ -6,7 +6,7 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arguments::of;
-use crate::arrays::{Weights, floats, floats_in_place, weights, zeros};
+use crate::arrays::{Weights, block_weights, floats, floats_in_place, weights, zeros};
 use crate::error::{detached, invalid};
 use crate::runtime::PyThreads;
 
@@ -39,12 +39,13 @@ impl PyLinear {
 #[pymethods]
 impl PyLinear {
     #[new]
-    #[pyo3(signature = (weight, bias = None, *, dtype = "float32", threads = None, arena = None))]
+    #[pyo3(signature = (weight, bias = None, *, dtype = "float32", blocks = None, threads = None, arena = None))]
     fn new(
         py: Python<'_>,
         weight: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = of::dtype)] dtype: &str,
+        blocks: Option<&str>,
         threads: Option<&PyThreads>,
         arena: Option<&PyArena>,
     ) -> PyResult<Self> {
@@ -52,15 +53,26 @@ impl PyLinear {
             "float32" | "f32" => WeightDtype::F32,
             "bfloat16" | "bf16" => WeightDtype::Bf16,
             "float16" | "f16" => WeightDtype::F16,
-            other => return Err(invalid(format!("dtype: expected float32, bfloat16 or float16, got {other:?}"))),
+            "int8" => WeightDtype::Int8,
+            "int4" => WeightDtype::Int4,
+            other => {
+                let text = format!("dtype: expected float32, bfloat16, float16, int8 or int4, got {other:?}");
+                return Err(invalid(text));
+            }
         };
-        let (weight, outputs, inputs) = weights("weight", weight)?;
+        let (weight, outputs, inputs) = match blocks {
+            None => weights("weight", weight)?,
+            Some(blocks) => block_weights("weight", weight, blocks)?,
+        };
         let bias = bias.map(|bias| floats("bias", bias, &[Some(outputs)])).transpose()?;
         let bias = bias.as_ref().map(|bias| bias.as_slice()).transpose()?;
         let values = match &weight {
             Weights::F32(x) => WeightsIn::F32(x.as_slice()?),
             Weights::F16(x) => WeightsIn::F16(x.as_slice()?),
             Weights::Bf16(x) => WeightsIn::Bf16(x.as_slice()?),
+            Weights::Q4_0(x) => WeightsIn::Q4_0(x.as_slice()?),
+            Weights::Q4_1(x) => WeightsIn::Q4_1(x.as_slice()?),
+            Weights::Q8_0(x) => WeightsIn::Q8_0(x.as_slice()?),
         };
         let runtime = PyThreads::or_default(threads)?;
         let own = Arena::new();
@@ -136,6 +148,8 @@ impl PyLinear {
             WeightDtype::F32 => "float32",
             WeightDtype::Bf16 => "bfloat16",
             WeightDtype::F16 => "float16",
+            WeightDtype::Int8 => "int8",
+            WeightDtype::Int4 => "int4",
         }
     }
     #[getter]

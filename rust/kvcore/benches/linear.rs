@@ -16,7 +16,8 @@ use kvcore::threads::{NEVER, Threads};
 /// (inputs, outputs)
 const SMOLLM2: [(usize, usize); 5] = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)];
 const LLAMA_1B: [(usize, usize); 4] = [(2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048)];
-const DTYPES: [WeightDtype; 3] = [WeightDtype::Bf16, WeightDtype::F16, WeightDtype::F32];
+const DTYPES: [WeightDtype; 5] =
+    [WeightDtype::Bf16, WeightDtype::Int4, WeightDtype::Int8, WeightDtype::F16, WeightDtype::F32];
 const ROWS: [usize; 4] = [1, 8, 32, 256];
 /// Bytes of the layers that decode walks through, so that none is found in a cache.
 const WALK: usize = 160 << 20;
@@ -79,7 +80,10 @@ fn table(level: Level) {
                 for rows in &ROWS[1..] {
                     let products = shape.0 * shape.1 * rows;
                     let layers = &layers[..(MOST / products).clamp(1, layers.len())];
-                    let peak = || limits::products(level, &threads, bf16);
+                    let peak = || match dtype {
+                        WeightDtype::Int4 | WeightDtype::Int8 => limits::byte_products(level, &threads),
+                        _ => limits::products(level, &threads, bf16),
+                    };
                     let (time, limit) = beside(layers, *rows, level, &threads, peak);
                     let rate = products as f64 / time / 1e9;
                     println!("{what} {rows:3} rows: {rate:6.1} GMAC/s of {limit:6.1} = {:.2}", rate / limit);

@@ -33,6 +33,7 @@ fn round(dtype: WeightDtype, x: f32) -> f32 {
         WeightDtype::F32 => x,
         WeightDtype::Bf16 => bf16::from_f32(x).to_f32(),
         WeightDtype::F16 => f16::from_f32(x).to_f32(),
+        _ => unreachable!("tests/linear_quantized.rs has these"),
     }
 }
 

@@ -149,3 +149,41 @@ pub fn product_peak(level: Level, threads: usize, bf16: bool) -> f64 {
     let threads = Threads::new(Some(threads)).expect("threads");
     median((0..ROUNDS).map(|_| products(level, &threads, bf16)).collect())
 }
+
+/// Products of bytes with operands that never leave the registers.
+struct ByteProducts {
+    rounds: usize,
+}
+
+impl<S: Simd> Work<S> for ByteProducts {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run(self, s: S) -> f32 {
+        let mut sums = [s.zero_i32(); 12];
+        let n = Products::sums::<S>();
+        let (w, a) = (s.load_bytes(&black_box([3; 4 * LANES])), black_box([1, -1, 2, -2]));
+        for _ in 0..self.rounds {
+            for sum in &mut sums[..n] {
+                *sum = s.dot_bytes(*sum, w, &a);
+            }
+        }
+        let mut total = s.splat(0.0);
+        for sum in sums {
+            total = s.add(total, s.to_f32(sum));
+        }
+        s.reduce_sum(total)
+    }
+}
+
+/// GMAC/s (10^9 multiply-adds) of bytes.
+pub fn byte_products(level: Level, threads: &Threads) -> f64 {
+    let (rounds, parts) = (200_000, 4 * threads.num_threads());
+    let start = Instant::now();
+    let run = |()| {
+        black_box(level.dispatch(ByteProducts { rounds }));
+    };
+    threads.for_each(vec![(); parts], NEVER, run).expect("threads");
+    let each = rounds * level.dispatch(Sums) * LANES * 4;
+    (each * parts) as f64 / start.elapsed().as_secs_f64() / 1e9
+}

@@ -17,13 +17,16 @@ mod buffer;
 mod fused;
 mod pack;
 mod product;
+mod quantized;
 
 use crate::shape::{expect_len, rows_of};
-use crate::simd::{Bf16, F16, F32, Level};
+use crate::simd::{Bf16, F16, F32, Format, Level};
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
 use buffer::Buffer;
-use pack::{GROUP_OUTPUTS, Stored};
+use pack::GROUP_OUTPUTS;
+use product::Weights;
+use quantized::{GROUP_INPUTS, Int4, Int8};
 
 pub use buffer::Arena;
 pub use fused::{gated_linear_add, norm_linear};
@@ -37,6 +40,23 @@ pub enum WeightDtype {
     Bf16,
     /// IEEE half precision: weights are widened to f32, inputs stay f32, sums are f32.
     F16,
+    /// 8-bit integers with a scale for each 32 inputs of an output; rows are rounded to 8 bits, 32 inputs at a time.
+    Int8,
+    /// 4-bit integers with a scale and a minimum for each 32 inputs of an output; rows as with [`Self::Int8`].
+    Int4,
+}
+
+impl WeightDtype {
+    /// Inputs of a step, and bytes of a step of a panel.
+    const fn step(self) -> (usize, usize) {
+        match self {
+            Self::F32 => (1, size_of::<<F32 as Format>::Raw>()),
+            Self::Bf16 => (2, size_of::<<Bf16 as Format>::Raw>()),
+            Self::F16 => (1, size_of::<<F16 as Format>::Raw>()),
+            Self::Int8 => (GROUP_INPUTS, size_of::<<Int8 as Weights>::Raw>()),
+            Self::Int4 => (GROUP_INPUTS, size_of::<<Int4 as Weights>::Raw>()),
+        }
+    }
 }
 
 /// Weights as they come, row-major `[out, in]`. 16-bit formats are given as their bits.
@@ -48,13 +68,43 @@ pub enum WeightsIn<'a> {
     F16(&'a [u16]),
     /// bfloat16.
     Bf16(&'a [u16]),
+    /// GGUF's blocks of 32: a scale, 4 bits each. For [`WeightDtype::Int4`] alone, which holds them exactly.
+    Q4_0(&'a [u8]),
+    /// A scale, a minimum, 4 bits each. As [`Self::Q4_0`].
+    Q4_1(&'a [u8]),
+    /// A scale, 8 bits each. For [`WeightDtype::Int8`] alone.
+    Q8_0(&'a [u8]),
 }
 
 impl WeightsIn<'_> {
+    /// Values; of blocks whole ones alone count.
     fn len(&self) -> usize {
         match self {
             Self::F32(x) => x.len(),
             Self::F16(x) | Self::Bf16(x) => x.len(),
+            Self::Q4_0(x) => x.len() / 18 * GROUP_INPUTS,
+            Self::Q4_1(x) => x.len() / 20 * GROUP_INPUTS,
+            Self::Q8_0(x) => x.len() / 34 * GROUP_INPUTS,
+        }
+    }
+
+    /// What blocks must be packed into.
+    fn blocks_of(&self) -> Option<WeightDtype> {
+        match self {
+            Self::F32(_) | Self::F16(_) | Self::Bf16(_) => None,
+            Self::Q4_0(_) | Self::Q4_1(_) => Some(WeightDtype::Int4),
+            Self::Q8_0(_) => Some(WeightDtype::Int8),
+        }
+    }
+
+    /// Values from `at` on, widened. Not of blocks.
+    fn read(&self, at: usize, out: &mut [f32]) {
+        let wide = |bits: &u16| f32::from_bits(u32::from(*bits) << 16);
+        match self {
+            Self::F32(x) => out.copy_from_slice(&x[at..][..out.len()]),
+            Self::F16(x) => out.iter_mut().zip(&x[at..]).for_each(|(out, x)| *out = half::f16::from_bits(*x).to_f32()),
+            Self::Bf16(x) => out.iter_mut().zip(&x[at..]).for_each(|(out, x)| *out = wide(x)),
+            Self::Q4_0(_) | Self::Q4_1(_) | Self::Q8_0(_) => out.fill(f32::NAN),
         }
     }
 }
@@ -103,17 +153,25 @@ impl Arena {
         if let Some(bias) = bias {
             expect_len("bias", &format!("shape [{outputs}]"), outputs, bias.len())?;
         }
+        if let Some(only) = weights.blocks_of() {
+            if dtype != only || !inputs.is_multiple_of(GROUP_INPUTS) {
+                return Err(Error::InvalidArgument(format!(
+                    "dtype: expected {only:?} for these blocks, whose rows are multiples of {GROUP_INPUTS} inputs, got {dtype:?} \
+                     and {inputs} inputs"
+                )));
+            }
+        }
         let groups = outputs.div_ceil(GROUP_OUTPUTS);
-        let bytes = match dtype {
-            WeightDtype::F32 => 4 * GROUP_OUTPUTS,
-            WeightDtype::Bf16 | WeightDtype::F16 => 2 * GROUP_OUTPUTS,
-        };
-        let bytes = inputs.checked_add(1).and_then(|n| n.checked_mul(bytes)?.checked_mul(groups)).ok_or_else(too_large);
-        let mut packed = self.zeroed(bytes? / (inputs + 1) * padded(inputs, dtype))?;
+        let (step_inputs, step_bytes) = dtype.step();
+        let bytes = (pack::GROUP * step_bytes).checked_mul(inputs.div_ceil(step_inputs));
+        let bytes = bytes.and_then(|n| n.checked_mul(groups)).ok_or_else(too_large);
+        let mut packed = self.zeroed(bytes?)?;
         match dtype {
             WeightDtype::F32 => pack::pack::<F32>(level, threads, weights, inputs, packed.groups_mut()),
             WeightDtype::Bf16 => pack::pack::<Bf16>(level, threads, weights, inputs, packed.groups_mut()),
             WeightDtype::F16 => pack::pack::<F16>(level, threads, weights, inputs, packed.groups_mut()),
+            WeightDtype::Int8 => quantized::pack::<Int8>(threads, weights, inputs, packed.groups_mut()),
+            WeightDtype::Int4 => quantized::pack::<Int4>(threads, weights, inputs, packed.groups_mut()),
         }?;
         Ok(Linear { weights: packed, bias: bias.map(<[f32]>::to_vec), inputs, outputs, dtype })
     }
@@ -183,10 +241,12 @@ impl Linear {
             WeightDtype::F32 => self.product::<F32>(level, threads, x, out, add, should_stop),
             WeightDtype::Bf16 => self.product::<Bf16>(level, threads, x, out, add, should_stop),
             WeightDtype::F16 => self.product::<F16>(level, threads, x, out, add, should_stop),
+            WeightDtype::Int8 => self.product::<Int8>(level, threads, x, out, add, should_stop),
+            WeightDtype::Int4 => self.product::<Int4>(level, threads, x, out, add, should_stop),
         }
     }
 
-    fn product<F: Stored>(
+    fn product<F: Weights>(
         &self,
         level: Level,
         threads: &Threads,
@@ -204,13 +264,5 @@ impl Linear {
             outputs: self.outputs,
         };
         level.dispatch(product::Forward { layer, threads, x, inputs: self.inputs, out, add, should_stop })
-    }
-}
-
-/// Inputs rounded up to whole steps of `dtype`.
-fn padded(inputs: usize, dtype: WeightDtype) -> usize {
-    match dtype {
-        WeightDtype::F32 | WeightDtype::F16 => inputs,
-        WeightDtype::Bf16 => inputs.next_multiple_of(2),
     }
 }

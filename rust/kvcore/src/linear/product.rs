@@ -11,9 +11,9 @@
 
 use std::borrow::Cow;
 
-use super::pack::{GROUP, GROUP_OUTPUTS, Stored};
+use super::pack::{GROUP, GROUP_OUTPUTS};
 use crate::Result;
-use crate::simd::{LANES, Simd, Work};
+use crate::simd::{Format, LANES, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
 
 /// Bytes of a slice of a group that all row tiles pass over: it stays in the L2 cache.
@@ -25,8 +25,58 @@ const TASK_ROWS: usize = 256;
 /// Tasks per thread: enough that a thread that was held up does not hold up the others.
 const TASKS_PER_THREAD: usize = 4;
 
+/// What a product needs of packed weights.
+pub(super) trait Weights: Copy + Send + Sync + 'static {
+    /// One step of a panel: `STEP` inputs of 16 outputs.
+    type Raw: bytemuck::Pod + Send + Sync;
+    /// One step of a row, as it is multiplied.
+    type Coef<S: Simd>: bytemuck::Pod + Send + Sync;
+    /// Inputs of a step.
+    const STEP: usize;
+    /// Rows of the largest tile on a level with 16 accumulators or more: its sums, a step's weights and a factor fill the
+    /// registers.
+    const MAX_ROWS: usize;
+
+    /// A row's steps; zeros behind its end.
+    fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]);
+    /// Add one step's products with `M` rows to their sums.
+    fn add<S: Simd, const M: usize>(
+        s: S,
+        sums: &mut [[S::F32; GROUP]; M],
+        weights: &[Self::Raw; GROUP],
+        coefs: [&Self::Coef<S>; M],
+    );
+}
+
+impl<F: Format<Raw: Send + Sync>> Weights for F {
+    type Raw = <F as Format>::Raw;
+    type Coef<S: Simd> = <F as Format>::Coef<S>;
+    const STEP: usize = <F as Format>::STEP;
+    const MAX_ROWS: usize = 12;
+
+    #[inline(always)]
+    fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]) {
+        <F as Format>::coefs(s, x, out);
+    }
+
+    #[inline(always)]
+    fn add<S: Simd, const M: usize>(
+        s: S,
+        sums: &mut [[S::F32; GROUP]; M],
+        weights: &[Self::Raw; GROUP],
+        coefs: [&Self::Coef<S>; M],
+    ) {
+        let loaded: [F::Loaded<S>; GROUP] = std::array::from_fn(|g| F::load(s, &weights[g]));
+        for m in 0..M {
+            for g in 0..GROUP {
+                sums[m][g] = F::dot(s, sums[m][g], loaded[g], coefs[m]);
+            }
+        }
+    }
+}
+
 /// Packed weights `[groups][steps]` and what belongs to them.
-pub(super) struct Layer<'a, F: Stored> {
+pub(super) struct Layer<'a, F: Weights> {
     pub(super) weights: &'a [[F::Raw; GROUP]],
     pub(super) bias: Option<&'a [f32]>,
     pub(super) steps: usize,
@@ -35,7 +85,7 @@ pub(super) struct Layer<'a, F: Stored> {
     pub(super) outputs: usize,
 }
 
-impl<F: Stored> Layer<'_, F> {
+impl<F: Weights> Layer<'_, F> {
     /// `out = coefs @ W.T + b` or `out +=` it; `coefs`: `[rows, stride]`.
     pub(super) fn forward<S: Simd>(
         &self,
@@ -88,7 +138,7 @@ impl<F: Stored> Layer<'_, F> {
 }
 
 /// `out = x @ W.T + b`, or with `add` `out +=` it.
-pub(super) struct Forward<'a, F: Stored> {
+pub(super) struct Forward<'a, F: Weights> {
     pub(super) layer: Layer<'a, F>,
     pub(super) threads: &'a Threads,
     /// `[rows, inputs]`
@@ -100,7 +150,7 @@ pub(super) struct Forward<'a, F: Stored> {
     pub(super) should_stop: ShouldStop<'a>,
 }
 
-impl<S: Simd, F: Stored> Work<S> for Forward<'_, F> {
+impl<S: Simd, F: Weights> Work<S> for Forward<'_, F> {
     type Output = Result<()>;
 
     #[inline(always)]
@@ -116,7 +166,7 @@ impl<S: Simd, F: Stored> Work<S> for Forward<'_, F> {
 }
 
 /// Some columns of some rows.
-struct Task<'a, S: Simd, F: Stored> {
+struct Task<'a, S: Simd, F: Weights> {
     weights: &'a [[F::Raw; GROUP]],
     bias: Option<&'a [f32]>,
     steps: usize,
@@ -126,13 +176,13 @@ struct Task<'a, S: Simd, F: Stored> {
     add: bool,
 }
 
-impl<S: Simd, F: Stored> Work<S> for Task<'_, S, F> {
+impl<S: Simd, F: Weights> Work<S> for Task<'_, S, F> {
     type Output = ();
 
     #[inline(always)]
     fn run(mut self, s: S) {
         let rows = self.out.len();
-        let tiles = rows.div_ceil(max_rows::<S>());
+        let tiles = rows.div_ceil(max_rows::<S, F>());
         let slice = (SLICE / size_of::<[F::Raw; GROUP]>()).min(self.steps);
         let mut waiting = vec![[[0.0; LANES]; GROUP]; if slice < self.steps { rows } else { 0 }];
         for group in 0..self.weights.len() / self.steps {
@@ -148,14 +198,14 @@ impl<S: Simd, F: Stored> Work<S> for Task<'_, S, F> {
     }
 }
 
-/// Rows of the largest tile: its sums, the group's weights and a factor fill the registers.
+/// Rows of the largest tile.
 #[inline(always)]
-const fn max_rows<S: Simd>() -> usize {
-    if S::ACCUMULATORS >= 16 { 12 } else { 2 }
+const fn max_rows<S: Simd, F: Weights>() -> usize {
+    if S::ACCUMULATORS >= 16 { F::MAX_ROWS } else { 2 }
 }
 
 /// One register tile: rows from `row` on, 32 outputs, steps from `start` to `end`.
-struct Tile<'t, 'a, S: Simd, F: Stored> {
+struct Tile<'t, 'a, S: Simd, F: Weights> {
     task: &'t mut Task<'a, S, F>,
     waiting: &'t mut [[[f32; LANES]; GROUP]],
     group: usize,
@@ -164,7 +214,7 @@ struct Tile<'t, 'a, S: Simd, F: Stored> {
     end: usize,
 }
 
-impl<S: Simd, F: Stored> Tile<'_, '_, S, F> {
+impl<S: Simd, F: Weights> Tile<'_, '_, S, F> {
     #[inline(always)]
     fn run(self, s: S, rows: usize) {
         macro_rules! by_rows {
@@ -175,14 +225,18 @@ impl<S: Simd, F: Stored> Tile<'_, '_, S, F> {
                 }
             };
         }
-        if max_rows::<S>() == 12 { by_rows!(1 2 3 4 5 6 7 8 9 10 11 12) } else { by_rows!(1 2) }
+        match max_rows::<S, F>() {
+            12 => by_rows!(1 2 3 4 5 6 7 8 9 10 11 12),
+            8 => by_rows!(1 2 3 4 5 6 7 8),
+            _ => by_rows!(1 2),
+        }
     }
 }
 
 /// A tile with its number of rows known when it is compiled: a function of its own, with its sums in registers.
-struct TileOf<'t, 'a, S: Simd, F: Stored, const M: usize>(Tile<'t, 'a, S, F>);
+struct TileOf<'t, 'a, S: Simd, F: Weights, const M: usize>(Tile<'t, 'a, S, F>);
 
-impl<S: Simd, F: Stored, const M: usize> Work<S> for TileOf<'_, '_, S, F, M> {
+impl<S: Simd, F: Weights, const M: usize> Work<S> for TileOf<'_, '_, S, F, M> {
     type Output = ();
 
     #[inline(always)]
@@ -214,7 +268,7 @@ impl<S: Simd, F: Stored, const M: usize> Work<S> for TileOf<'_, '_, S, F, M> {
 }
 
 #[inline(always)]
-fn accumulate<S: Simd, F: Stored, const M: usize>(
+fn accumulate<S: Simd, F: Weights, const M: usize>(
     s: S,
     mut sums: [[S::F32; GROUP]; M],
     weights: &[[F::Raw; GROUP]],
@@ -222,12 +276,7 @@ fn accumulate<S: Simd, F: Stored, const M: usize>(
 ) -> [[S::F32; GROUP]; M] {
     let coefs = coefs.map(|c| &c[..weights.len()]);
     for (i, weights) in weights.iter().enumerate() {
-        let loaded: [F::Loaded<S>; GROUP] = std::array::from_fn(|g| F::load(s, &weights[g]));
-        for m in 0..M {
-            for g in 0..GROUP {
-                sums[m][g] = F::dot(s, sums[m][g], loaded[g], &coefs[m][i]);
-            }
-        }
+        F::add(s, &mut sums, weights, std::array::from_fn(|m| &coefs[m][i]));
     }
     sums
 }
@@ -266,7 +315,7 @@ pub(super) fn stride(rows: usize, steps: usize) -> usize {
 }
 
 /// The factors of `x` (`[rows, inputs]`), rounded as `F` multiplies: `[rows, stride]`, zeros behind a row.
-pub(super) fn coefs<S: Simd, F: Stored>(
+pub(super) fn coefs<S: Simd, F: Weights>(
     s: S,
     threads: &Threads,
     x: &[f32],
@@ -289,14 +338,14 @@ pub(super) fn coefs<S: Simd, F: Stored>(
     Ok(coefs)
 }
 
-struct Round<'a, S: Simd, F: Stored> {
+struct Round<'a, S: Simd, F: Weights> {
     x: &'a [f32],
     inputs: usize,
     stride: usize,
     coefs: &'a mut [F::Coef<S>],
 }
 
-impl<S: Simd, F: Stored> Work<S> for Round<'_, S, F> {
+impl<S: Simd, F: Weights> Work<S> for Round<'_, S, F> {
     type Output = ();
 
     #[inline(always)]

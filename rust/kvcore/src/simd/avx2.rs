@@ -70,6 +70,8 @@ impl Simd for Avx2 {
     type F32 = Lanes;
     type Pair = (Lanes, Lanes);
     type Factor = [f32; 2];
+    type I32 = (__m256i, __m256i);
+    type Bytes = (__m256i, __m256i);
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -264,5 +266,45 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
         self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::Bytes {
+        // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+        unsafe { (_mm256_loadu_si256(x.as_ptr().cast()), _mm256_loadu_si256(x[32..].as_ptr().cast())) }
+    }
+    #[inline(always)]
+    fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes) {
+        // SAFETY: `self` proves the feature.
+        unsafe {
+            let mask = _mm256_set1_epi8(0x0f);
+            let low = |x| _mm256_and_si256(x, mask);
+            let high = |x| _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask);
+            ((low(x.0), low(x.1)), (high(x.0), high(x.1)))
+        }
+    }
+    #[inline(always)]
+    fn zero_i32(self) -> Self::I32 {
+        // SAFETY: `self` proves the feature.
+        unsafe { (_mm256_setzero_si256(), _mm256_setzero_si256()) }
+    }
+    #[inline(always)]
+    fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32 {
+        // SAFETY: `self` proves the feature.
+        unsafe {
+            // Bytes in even and in odd places, as 16 bits: products of 8 bits added in pairs would not fit into 16.
+            let a = _mm256_set1_epi32(i32::from_le_bytes(a.map(|a| a as u8)));
+            let (even, odd) = (_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(a)), _mm256_srai_epi16::<8>(a));
+            let add = |acc, w| {
+                let low = _mm256_and_si256(w, _mm256_set1_epi16(0x00ff));
+                let sum = _mm256_madd_epi16(_mm256_srli_epi16::<8>(w), odd);
+                _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(low, even), sum))
+            };
+            (add(acc.0, w.0), add(acc.1, w.1))
+        }
+    }
+    #[inline(always)]
+    fn to_f32(self, x: Self::I32) -> Lanes {
+        // SAFETY: `self` proves the feature.
+        unsafe { (_mm256_cvtepi32_ps(x.0), _mm256_cvtepi32_ps(x.1)) }
     }
 }

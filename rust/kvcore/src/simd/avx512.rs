@@ -130,6 +130,29 @@ macro_rules! f32_in_one_register {
             }
         }
         #[inline(always)]
+        fn load_bytes(self, x: &[u8; 4 * LANES]) -> __m512i {
+            // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+            unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+        }
+        #[inline(always)]
+        fn nibbles(self, x: __m512i) -> (__m512i, __m512i) {
+            // SAFETY: `self` proves the feature.
+            unsafe {
+                let mask = _mm512_set1_epi8(0x0f);
+                (_mm512_and_si512(x, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(x), mask))
+            }
+        }
+        #[inline(always)]
+        fn zero_i32(self) -> __m512i {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_setzero_si512() }
+        }
+        #[inline(always)]
+        fn to_f32(self, x: __m512i) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_cvtepi32_ps(x) }
+        }
+        #[inline(always)]
         fn load_nibbles(self, x: &[u8; LANES]) -> (__m512, __m512) {
             // SAFETY: `self` proves the feature; 16 bytes are readable behind `x`, at any alignment.
             unsafe {
@@ -208,6 +231,8 @@ impl Simd for Avx512 {
     type F32 = __m512;
     type Pair = (__m512, __m512);
     type Factor = [f32; 2];
+    type I32 = __m512i;
+    type Bytes = __m512i;
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -262,5 +287,17 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn dot_pair(self, acc: __m512, x: Self::Pair, q: &[f32; 2]) -> __m512 {
         self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
+    }
+    #[inline(always)]
+    fn dot_bytes(self, acc: __m512i, w: __m512i, a: &[i8; 4]) -> __m512i {
+        // SAFETY: `self` proves the feature.
+        unsafe {
+            // Bytes in even and in odd places, as 16 bits: products of 8 bits added in pairs would not fit into 16.
+            let a = _mm512_set1_epi32(i32::from_le_bytes(a.map(|a| a as u8)));
+            let (even, odd) = (_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(a)), _mm512_srai_epi16::<8>(a));
+            let low = _mm512_and_si512(w, _mm512_set1_epi16(0x00ff));
+            let sum = _mm512_madd_epi16(_mm512_srli_epi16::<8>(w), odd);
+            _mm512_add_epi32(acc, _mm512_add_epi32(_mm512_madd_epi16(low, even), sum))
+        }
     }
 }

@@ -104,6 +104,8 @@ impl Simd for Neon {
     type F32 = Lanes;
     type Pair = (Lanes, Lanes);
     type Factor = [f32; 2];
+    type I32 = [int32x4_t; 4];
+    type Bytes = [uint8x16_t; 4];
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -259,5 +261,31 @@ impl Simd for Neon {
     #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
         self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::Bytes {
+        each!(|I| vld1q_u8(x.as_ptr().add(16 * I)))
+    }
+    #[inline(always)]
+    fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes) {
+        (each!(|I| vandq_u8(x[I], vdupq_n_u8(0x0f))), each!(|I| vshrq_n_u8::<4>(x[I])))
+    }
+    #[inline(always)]
+    fn zero_i32(self) -> Self::I32 {
+        each!(|_I| vdupq_n_s32(0))
+    }
+    #[inline(always)]
+    fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32 {
+        // A product of 8 unsigned and 8 signed bits fits into 16.
+        each!(|I| {
+            let a = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(i32::from_le_bytes(a.map(|a| a as u8)))));
+            let low = vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(w[I]))), a);
+            let high = vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(w[I]))), a);
+            vaddq_s32(acc[I], vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)))
+        })
+    }
+    #[inline(always)]
+    fn to_f32(self, x: Self::I32) -> Lanes {
+        each!(|I| vcvtq_f32_s32(x[I]))
     }
 }

@@ -43,6 +43,8 @@ impl Simd for Scalar {
     type F32 = Lanes;
     type Pair = (Lanes, Lanes);
     type Factor = [f32; 2];
+    type I32 = [i32; LANES];
+    type Bytes = [u8; 4 * LANES];
 
     #[inline(never)]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -175,5 +177,31 @@ impl Simd for Scalar {
     #[inline(always)]
     fn dot_pair(self, acc: Lanes, x: Self::Pair, q: &[f32; 2]) -> Lanes {
         self.mul_add(x.1, [q[1]; LANES], self.mul_add(x.0, [q[0]; LANES], acc))
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::Bytes {
+        *x
+    }
+    #[inline(always)]
+    fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes) {
+        (x.map(|x| x & 0x0f), x.map(|x| x >> 4))
+    }
+    #[inline(always)]
+    fn zero_i32(self) -> Self::I32 {
+        [0; LANES]
+    }
+    #[inline(always)]
+    fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32 {
+        let mut out = acc;
+        for i in 0..LANES {
+            for k in 0..4 {
+                out[i] += i32::from(w[4 * i + k]) * i32::from(a[k]);
+            }
+        }
+        out
+    }
+    #[inline(always)]
+    fn to_f32(self, x: Self::I32) -> Lanes {
+        x.map(|x| x as f32)
     }
 }

@@ -56,6 +56,22 @@ impl<S: Simd> Work<S> for Suite {
             assert!(same(larger, if ODD[i].is_nan() || ODD[i] > other[i] { ODD[i] } else { other[i] }), "max {i}");
             assert!(same(out(s.round_bf16(a))[i], half::bf16::from_f32(ODD[i]).to_f32()), "{} bf16 {i}", S::NAME);
         }
+        let bytes: [u8; 4 * LANES] = std::array::from_fn(|i| (i * 53 + 7) as u8 | if i % 9 == 0 { 0xff } else { 0 });
+        let w = s.load_bytes(&bytes);
+        let (low, high) = s.nibbles(w);
+        for a in [[1i8, -2, 3, -4], [127, 127, 127, 127], [-128, -128, -128, -128], [-128, 127, 0, 5]] {
+            let twice = s.dot_bytes(s.dot_bytes(s.zero_i32(), w, &a), w, &a);
+            for (got, byte) in [
+                (s.to_f32(twice), &(|x: u8| 2 * i32::from(x)) as &dyn Fn(u8) -> i32),
+                (s.to_f32(s.dot_bytes(s.zero_i32(), low, &a)), &|x: u8| i32::from(x & 15)),
+                (s.to_f32(s.dot_bytes(s.zero_i32(), high, &a)), &|x: u8| i32::from(x >> 4)),
+            ] {
+                for i in 0..LANES {
+                    let expected: i32 = (0..4).map(|k| byte(bytes[4 * i + k]) * i32::from(a[k])).sum();
+                    assert!(same(out(got)[i], expected as f32), "{} dot_bytes {i}", S::NAME);
+                }
+            }
+        }
         for n in 0..=LANES {
             let mixed = out(s.first_lanes(n, s.splat(1.0), s.splat(f32::NAN)));
             assert!((0..LANES).all(|i| if i < n { mixed[i] == 1.0 } else { mixed[i].is_nan() }), "{} {n}", S::NAME);

@@ -26,6 +26,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type Pair: Copy;
     /// What all 16 pairs are multiplied by: two bf16 values in memory, likewise widened or not.
     type Factor: bytemuck::Pod + Send + Sync;
+    /// 16 lanes of i32.
+    type I32: Copy;
+    /// 16 lanes of four bytes.
+    type Bytes: Copy;
 
     /// Run `work` with this level's CPU features enabled, as a function of its own that is never inlined: kernels in
     /// many shapes inlined into one function would take the compiler minutes.
@@ -86,6 +90,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn store_factors(self, x: Self::F32, out: &mut [Self::Factor; LANES / 2]);
     /// `acc + x.0 * q.0 + x.1 * q.1` per lane. By reference: broadcasts straight from memory cost no arithmetic port.
     fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: &Self::Factor) -> Self::F32;
+
+    /// Load 16 lanes of four bytes.
+    fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::Bytes;
+    /// The low half of each byte, and the high one.
+    fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes);
+    /// Zero in all lanes.
+    fn zero_i32(self) -> Self::I32;
+    /// `acc + w.0 * a.0 + .. + w.3 * a.3` per lane, of unsigned `w` and signed `a`; exact.
+    fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32;
+    /// The nearest f32.
+    fn to_f32(self, x: Self::I32) -> Self::F32;
 
     /// The largest lane (any lane if one is NaN).
     #[inline(always)]

@@ -1,0 +1,281 @@
+//! Weights of 8 and of 4 bits: 32 inputs of an output share a scale, and with 4 bits a minimum.
+//!
+//! ```text
+//! weight  = scale * code + minimum                  code 0..15; with 8 bits 0..255, and minimum = -128 scale
+//! row     : for each 32 inputs  s = max |x| / 127,  a = round(x / s),  sum of a
+//! product : for each 32 inputs  (scale * sum of code * a + minimum * sum of a) * s, added in order
+//! ```
+//! The sums of 32 products are whole numbers, exact on every level; what is added to each other is float32, group after group
+//! in order. The codes of GGUF's Q4_0, Q4_1 and Q8_0 are taken as they are. One scale for 32 inputs of a row, as
+//! llama.cpp has, keeps a single large value from flattening all others.
+#![forbid(unsafe_code)]
+
+use half::f16;
+
+use super::WeightsIn;
+use super::pack::{GROUP, GROUP_OUTPUTS};
+use super::product::Weights;
+use crate::Result;
+use crate::simd::{LANES, Simd};
+use crate::threads::{NEVER, Threads};
+
+/// Inputs that share a scale.
+pub(super) const GROUP_INPUTS: usize = 32;
+
+/// A group of a row: its 32 integers, the bits of its scale, and the sum of the integers.
+type RowGroup = [i32; GROUP_INPUTS / 4 + 2];
+
+/// 4-bit weights: for 16 outputs four times the codes of inputs `4 c..` (low halves) and `16 + 4 c..` (high halves), then
+/// 16 scales and 16 minima, as halves.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Int4;
+
+/// 8-bit weights: for 16 outputs eight times the codes of inputs `4 c..`, then 16 scales, as halves.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Int8;
+
+/// One group of one output, on its way into a panel.
+pub(super) struct Codes {
+    codes: [u8; GROUP_INPUTS],
+    scale: f16,
+    minimum: f16,
+}
+
+/// A quantised format.
+pub(super) trait Quantized: Weights {
+    /// 32 weights as they come.
+    fn of_values(x: &[f32; GROUP_INPUTS]) -> Codes;
+    /// The group `at` of blocks that have this format.
+    fn of_blocks(source: WeightsIn<'_>, at: usize) -> Option<Codes>;
+    /// Put an output's codes into its lane.
+    fn put(codes: &Codes, lane: usize, raw: &mut Self::Raw);
+}
+
+const INT4_CODES: usize = GROUP_INPUTS / 2 * LANES;
+const INT8_CODES: usize = GROUP_INPUTS * LANES;
+const HALVES: usize = 2 * LANES;
+
+impl Weights for Int4 {
+    type Raw = [u8; INT4_CODES + 2 * HALVES];
+    type Coef<S: Simd> = RowGroup;
+    const STEP: usize = GROUP_INPUTS;
+    const MAX_ROWS: usize = 8;
+
+    #[inline(always)]
+    fn coefs<S: Simd>(_: S, x: &[f32], out: &mut [RowGroup]) {
+        round_row(x, out);
+    }
+
+    #[inline(always)]
+    fn add<S: Simd, const M: usize>(
+        s: S,
+        sums: &mut [[S::F32; GROUP]; M],
+        weights: &[Self::Raw; GROUP],
+        row: [&RowGroup; M],
+    ) {
+        for (g, raw) in weights.iter().enumerate() {
+            let (codes, halves) = raw.split_at(INT4_CODES);
+            let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
+            for (c, codes) in codes.as_chunks().0.iter().enumerate() {
+                (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.load_bytes(codes));
+            }
+            let (scale, minimum) = (half_lanes(s, &halves[..HALVES]), half_lanes(s, &halves[HALVES..]));
+            dot(s, sums, g, bytes, scale, minimum, row);
+        }
+    }
+}
+
+impl Weights for Int8 {
+    type Raw = [u8; INT8_CODES + HALVES];
+    type Coef<S: Simd> = RowGroup;
+    const STEP: usize = GROUP_INPUTS;
+    const MAX_ROWS: usize = 8;
+
+    #[inline(always)]
+    fn coefs<S: Simd>(_: S, x: &[f32], out: &mut [RowGroup]) {
+        round_row(x, out);
+    }
+
+    #[inline(always)]
+    fn add<S: Simd, const M: usize>(
+        s: S,
+        sums: &mut [[S::F32; GROUP]; M],
+        weights: &[Self::Raw; GROUP],
+        row: [&RowGroup; M],
+    ) {
+        for (g, raw) in weights.iter().enumerate() {
+            let (codes, halves) = raw.split_at(INT8_CODES);
+            let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
+            for (bytes, codes) in bytes.iter_mut().zip(codes.as_chunks().0) {
+                *bytes = s.load_bytes(codes);
+            }
+            let scale = half_lanes(s, halves);
+            dot(s, sums, g, bytes, scale, s.mul(scale, s.splat(-128.0)), row);
+        }
+    }
+}
+
+#[inline(always)]
+fn half_lanes<S: Simd>(s: S, halves: &[u8]) -> S::F32 {
+    s.load_f16(&bytemuck::pod_read_unaligned(halves))
+}
+
+/// Add one group's products with `M` rows to their sums of panel `g`.
+#[inline(always)]
+fn dot<S: Simd, const M: usize>(
+    s: S,
+    sums: &mut [[S::F32; GROUP]; M],
+    g: usize,
+    bytes: [S::Bytes; GROUP_INPUTS / 4],
+    scale: S::F32,
+    minimum: S::F32,
+    row: [&RowGroup; M],
+) {
+    for m in 0..M {
+        let mut whole = s.zero_i32();
+        for (k, &bytes) in bytes.iter().enumerate() {
+            whole = s.dot_bytes(whole, bytes, bytemuck::cast_ref(&row[m][k]));
+        }
+        let sum = row[m][GROUP_INPUTS / 4 + 1] as f32;
+        let row_scale = f32::from_bits(row[m][GROUP_INPUTS / 4] as u32);
+        let group = s.mul_add(scale, s.to_f32(whole), s.mul(minimum, s.splat(sum)));
+        sums[m][g] = s.mul_add(group, s.splat(row_scale), sums[m][g]);
+    }
+}
+
+/// A row's groups; zeros behind its end.
+#[inline(always)]
+fn round_row(x: &[f32], out: &mut [RowGroup]) {
+    for (x, out) in x.chunks(GROUP_INPUTS).zip(out) {
+        let mut values = [0.0; GROUP_INPUTS];
+        values[..x.len()].copy_from_slice(x);
+        let mut largest = 0.0f32;
+        let mut sane = 0.0f32;
+        for &x in &values {
+            largest = if x.abs() > largest { x.abs() } else { largest };
+            // Not a number as soon as one value is none, or infinite.
+            sane += x * 0.0;
+        }
+        // Below that the reciprocal is infinite; such rows are zeros.
+        let inverse = if largest >= f32::MIN_POSITIVE * 256.0 && largest.is_finite() { 127.0 / largest } else { 0.0 };
+        let scale = if inverse > 0.0 { largest / 127.0 } else { 0.0 };
+        let mut codes = [0i8; GROUP_INPUTS];
+        let mut sum = 0;
+        for (code, &x) in codes.iter_mut().zip(&values) {
+            *code = (x * inverse).round_ties_even() as i8;
+            sum += i32::from(*code);
+        }
+        out[..GROUP_INPUTS / 4].copy_from_slice(&bytemuck::cast::<_, [i32; GROUP_INPUTS / 4]>(codes));
+        out[GROUP_INPUTS / 4] = (scale + sane).to_bits() as i32;
+        out[GROUP_INPUTS / 4 + 1] = sum;
+    }
+}
+
+/// The smallest half that is not below `x`, and finite: codes of a scale that was rounded down would not reach the ends.
+fn not_below(x: f32) -> f16 {
+    let half = f16::from_f32(x);
+    let half = if half.to_f32() < x { f16::from_bits(half.to_bits() + 1) } else { half };
+    if half.is_finite() { half } else { f16::MAX }
+}
+
+impl Quantized for Int4 {
+    fn of_values(x: &[f32; GROUP_INPUTS]) -> Codes {
+        let (low, high) = x.iter().fold((0.0f32, 0.0f32), |(low, high), &x| (low.min(x), high.max(x)));
+        let minimum = f16::from_f32(low.max(-65504.0));
+        let scale = not_below((high - minimum.to_f32()).max(0.0) / 15.0);
+        let inverse = if scale.to_f32() > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
+        let codes = x.map(|x| ((x - minimum.to_f32()) * inverse).round().clamp(0.0, 15.0) as u8);
+        Codes { codes, scale, minimum }
+    }
+
+    fn of_blocks(source: WeightsIn<'_>, at: usize) -> Option<Codes> {
+        let nibbles =
+            |packed: &[u8]| std::array::from_fn(|i| if i < 16 { packed[i] & 15 } else { packed[i - 16] >> 4 });
+        match source {
+            WeightsIn::Q4_0(blocks) => {
+                let block = &blocks[at * 18..][..18];
+                let scale = half(&block[..2]);
+                let minimum = f16::from_f32(-8.0 * scale.to_f32());
+                Some(Codes { codes: nibbles(&block[2..]), scale, minimum })
+            }
+            WeightsIn::Q4_1(blocks) => {
+                let block = &blocks[at * 20..][..20];
+                Some(Codes { codes: nibbles(&block[4..]), scale: half(&block[..2]), minimum: half(&block[2..4]) })
+            }
+            _ => None,
+        }
+    }
+
+    fn put(codes: &Codes, lane: usize, raw: &mut Self::Raw) {
+        for (i, &code) in codes.codes.iter().enumerate() {
+            let (input, shift) = (i % 16, 4 * (i / 16));
+            raw[(input / 4 * LANES + lane) * 4 + input % 4] |= code << shift;
+        }
+        put_half(&mut raw[INT4_CODES..], lane, codes.scale);
+        put_half(&mut raw[INT4_CODES + HALVES..], lane, codes.minimum);
+    }
+}
+
+impl Quantized for Int8 {
+    fn of_values(x: &[f32; GROUP_INPUTS]) -> Codes {
+        let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+        let scale = not_below(largest / 127.0);
+        let inverse = if scale.to_f32() > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
+        let codes = x.map(|x| ((x * inverse).round().clamp(-127.0, 127.0) as i16 + 128) as u8);
+        Codes { codes, scale, minimum: f16::ZERO }
+    }
+
+    fn of_blocks(source: WeightsIn<'_>, at: usize) -> Option<Codes> {
+        let WeightsIn::Q8_0(blocks) = source else { return None };
+        let block = &blocks[at * 34..][..34];
+        let codes = std::array::from_fn(|i| block[2 + i] ^ 0x80);
+        Some(Codes { codes, scale: half(&block[..2]), minimum: f16::ZERO })
+    }
+
+    fn put(codes: &Codes, lane: usize, raw: &mut Self::Raw) {
+        for (i, &code) in codes.codes.iter().enumerate() {
+            raw[(i / 4 * LANES + lane) * 4 + i % 4] = code;
+        }
+        put_half(&mut raw[INT8_CODES..], lane, codes.scale);
+    }
+}
+
+/// GGUF is little-endian.
+fn half(bytes: &[u8]) -> f16 {
+    f16::from_le_bytes([bytes[0], bytes[1]])
+}
+
+fn put_half(halves: &mut [u8], lane: usize, x: f16) {
+    halves[2 * lane..][..2].copy_from_slice(&x.to_ne_bytes());
+}
+
+/// Pack `source` (`[outputs, inputs]`) into zeroed `packed` (`[groups][steps]`).
+pub(super) fn pack<F: Quantized>(
+    threads: &Threads,
+    source: WeightsIn<'_>,
+    inputs: usize,
+    packed: &mut [[F::Raw; GROUP]],
+) -> Result<()> {
+    let (steps, outputs) = (inputs.div_ceil(GROUP_INPUTS), source.len() / inputs);
+    let items: Vec<_> = packed.chunks_mut(steps).enumerate().collect();
+    threads.for_each(items, NEVER, |(g, group)| {
+        for panel in 0..GROUP {
+            for lane in 0..LANES {
+                let output = g * GROUP_OUTPUTS + panel * LANES + lane;
+                if output >= outputs {
+                    continue;
+                }
+                for (step, raw) in group.iter_mut().enumerate() {
+                    let codes = F::of_blocks(source, output * steps + step).unwrap_or_else(|| {
+                        let mut values = [0.0; GROUP_INPUTS];
+                        let from = step * GROUP_INPUTS;
+                        let values_in = &mut values[..GROUP_INPUTS.min(inputs - from)];
+                        source.read(output * inputs + from, values_in);
+                        F::of_values(&values)
+                    });
+                    F::put(&codes, lane, &mut raw[panel]);
+                }
+            }
+        }
+    })
+}

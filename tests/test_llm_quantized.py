@@ -1,0 +1,129 @@
+"""Weights of 8 and 4 bits: what they cost, and that a row's bits stay its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kvcore import LLM, InvalidArgument, SamplingParams
+from kvcore._kvcore import Linear
+from kvcore.checkpoint.gguf import GGUFWeights
+from models import assert_nothing_held, assert_same_bits, copy_reference
+
+BITS = ["int8", "int4"]
+EXPECTED = json.loads((Path(__file__).parent / "data" / "smollm2" / "expected.json").read_text())
+
+
+# -- Linear ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("given", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_linear(dtype: str, given: Any) -> None:
+    generator = np.random.default_rng(1)
+    weight = generator.standard_normal((70, 96), np.float32).astype(given)
+    x = generator.standard_normal((9, 96), np.float32)
+    linear = Linear(weight, np.arange(70, dtype=np.float32), dtype=dtype)
+    assert (linear.dtype, linear.in_features, linear.out_features) == (dtype, 96, 70)
+    wide = weight.astype(np.float32)
+    exact = x @ wide.T + np.arange(70)
+    got = linear(x)
+    # A step is about 1/127 of the largest weight of 32, or 1/15 of their range; 96 errors of half of it go either way.
+    bound = (0.15 if dtype == "int8" else 1.6) * np.sqrt(np.mean(x**2))
+    assert np.abs(got - exact).max() < 4 * bound
+    assert np.sqrt(np.mean((got - exact) ** 2)) < bound
+    bits = {"int8": 8.5, "int4": 5}[dtype]
+    assert linear.nbytes == 96 * 96 * bits / 8 + 70 * 4  # 70 outputs are padded to 96
+    for i in range(9):
+        assert_same_bits(linear(x[i : i + 1])[0], got[i], i)
+
+
+def test_linear_bad_input() -> None:
+    rows = np.zeros((4, 40), np.uint8)
+    assert Linear(rows, dtype="int4", blocks="Q4_1").in_features == 64
+    for weight, kwargs, error, text in [
+        (rows, {"dtype": "int8", "blocks": "Q4_1"}, InvalidArgument, "dtype"),
+        (rows, {"dtype": "int4", "blocks": "Q4_0"}, InvalidArgument, "whole blocks of 18 bytes, got 40"),
+        (rows, {"dtype": "int4", "blocks": "Q4_K"}, InvalidArgument, 'expected Q4_0, Q4_1 or Q8_0, got "Q4_K"'),
+        (rows[0], {"dtype": "int4", "blocks": "Q4_1"}, InvalidArgument, "shape"),
+        (rows.astype(np.int8), {"dtype": "int4", "blocks": "Q4_1"}, TypeError, "expected uint8, got int8"),
+        (rows, {"dtype": "int4"}, TypeError, "got uint8"),
+        (rows.astype(np.float32), {"dtype": "int3"}, InvalidArgument, 'int8 or int4, got "int3"'),
+    ]:
+        with pytest.raises(error, match=text):
+            Linear(weight, **kwargs)
+
+
+# -- LLM -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", BITS)
+def test_batches_and_chunks_change_no_bit(quantization: str, tmp_path: Path) -> None:
+    folder = copy_reference("llama_gqa", tmp_path / "model")
+    prompts = [[1 + (7 * i + j) % 90 for j in range(n)] for i, n in enumerate((3, 40, 17, 40))]
+    want: list[list[int]] = []
+    for chunk, num_threads in ((2048, 1), (16, 2)):
+        with LLM(
+            folder,
+            dtype="float32",
+            quantization=quantization,
+            num_kv_blocks=64,
+            num_threads=num_threads,
+            max_num_batched_tokens=chunk,
+        ) as llm:
+            logits = [llm.logits(prompt) for prompt in prompts]
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+            together = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+            want = want or together
+            assert together == want == [list(ids) for ids in alone]
+            assert_same_bits(llm.logits(prompts[1] + [5])[:40], logits[1])
+            assert_nothing_held(llm)
+
+
+@pytest.mark.model
+def test_blocks_of_a_file_are_taken_as_they_are(smollm2_path: Path) -> None:
+    weights = GGUFWeights.open(smollm2_path)
+    kinds = {}
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.down_proj.weight"):
+        found = weights.blocks(name)
+        assert found is not None
+        kinds[found[0]] = name
+        blocks = Linear(found[1], dtype="int4", blocks=found[0])
+        exact = weights.get(name)
+        # One value in a row of x is not rounded: the result is the stored weight, up to float32.
+        x = np.eye(blocks.in_features, dtype=np.float32)[:50]
+        assert np.abs(blocks(x) - exact.T[:50]).max() < 1e-6 * np.abs(exact).max() * 20
+    assert set(kinds) <= {"Q4_0", "Q4_1"}
+    assert weights.blocks("model.norm.weight") is None
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.01), ("int4", 0.05)])
+def test_smollm2_quality(quantization: str, bound: float, smollm2_path: Path) -> None:
+    """Perplexity within 1% (int8) and 5% (int4) of that of the same weights in float32."""
+
+    def likelihood(**options: Any) -> tuple[float, list[np.ndarray]]:
+        with LLM(smollm2_path, num_kv_blocks=256, **options) as llm:
+            total, count, logits = 0.0, 0, []
+            for prompt in EXPECTED["prompts"]:
+                ids = prompt["input_ids"] + prompt["greedy_ids"]
+                rows = llm.logits(ids[:-1]).astype(np.float64)
+                logits.append(rows)
+                top = rows.max(-1, keepdims=True)
+                scores = rows - top - np.log(np.exp(rows - top).sum(-1, keepdims=True))
+                total -= scores[np.arange(len(rows)), ids[1:]].sum()
+                count += len(rows)
+            return total / count, logits
+
+    exact, exact_logits = likelihood(dtype="float32", quantization="none")
+    got, got_logits = likelihood(quantization=quantization)
+    # A few hundred tokens: far from the noise of a text, but the bound of a long one holds here, too.
+    assert got - exact < np.log1p(bound) + 0.01
+    for a, b in zip(exact_logits, got_logits, strict=True):
+        assert np.abs(a - b).mean() < 0.1 * a.std()
