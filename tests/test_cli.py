@@ -54,14 +54,14 @@ def test_generate(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None
     assert err.count("\n") == 1
     for part in ("prompt 20 tokens (0 cached)", "answer 6 tokens", "TTFT", "TPOT", "tokens/s", "KV 224 B"):
         assert part in err
-    assert models == [("smollm2", {"kv_cache_dtype": "auto", "num_threads": None})]
+    assert models == [("smollm2", {"kv_cache_dtype": "auto", "quantization": "auto", "num_threads": None})]
 
 
 def test_options(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "other", "--kv-cache-dtype", "fp8", "--num-threads", "2", "--max-tokens", "3"]
     code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--seed", "7", "hi")
     assert (code, out) == (0, "hel\n")
-    assert models == [("other", {"kv_cache_dtype": "fp8", "num_threads": 2})]
+    assert models == [("other", {"kv_cache_dtype": "fp8", "quantization": "auto", "num_threads": 2})]
 
 
 @pytest.mark.parametrize("argv", [["--no-chat", "hi"], ["-m", "base", "hi"]])
