@@ -13,7 +13,7 @@ export PROPTEST_CASES=${PROPTEST_CASES:-4}
 
 # A program of qemu's that deadlocks must not hang the run.
 LIMIT=1800
-TESTS=(--lib --test formats --test attention --test linear_ops --test linear_products)
+TESTS=(--lib --test formats --test attention --test linear_ops --test linear_products --test linear_quantized)
 PACKAGES=(qemu-user)
 # Without the features that qemu lacks and warns about.
 HASWELL=Haswell-noTSX,-pcid,-x2apic,-tsc-deadline,-invpcid
