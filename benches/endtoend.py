@@ -1,6 +1,6 @@
 """End to end: prefill and decode rates of a model, one request and a batch, beside the machine's read bandwidth.
 
-    python benches/endtoend.py [--model smollm2] [--dtype bfloat16] [--kv-cache-dtype auto] [--rounds 5] [--json]
+    python benches/endtoend.py [--model smollm2] [--dtype bfloat16] [--quantization auto] [--kv-cache-dtype auto] [--rounds 5] [--json]
 
 Prompts are random token ids, greedy, end of sequence ignored, prefix cache off. Every figure is the median of several
 rounds, and the bandwidth is measured in each round as well, since neighbours on a shared machine move it. A decode step
@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
@@ -69,6 +70,7 @@ def main() -> None:
     llm = LLM(
         args.model,
         dtype=args.dtype,
+        quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         num_threads=args.num_threads,
         enable_prefix_caching=False,
@@ -97,6 +99,7 @@ def main() -> None:
         "version": __version__,
         "model": args.model,
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "kv_cache_dtype": llm.cache.dtype,
         "simd": threads.simd,
         "num_threads": threads.num_threads,
