@@ -1,6 +1,7 @@
 """End to end: prefill and decode rates of a model, one request and a batch, beside the machine's read bandwidth.
 
-    python benches/endtoend.py [--model smollm2] [--dtype bfloat16] [--quantization auto] [--kv-cache-dtype auto] [--rounds 5] [--json]
+    python benches/endtoend.py [--model smollm2] [--dtype bfloat16] [--quantization auto] [--kv-cache-dtype auto]
+                               [--rounds 5] [--json]
 
 Prompts are random token ids, greedy, end of sequence ignored, prefix cache off. Every figure is the median of several
 rounds, and the bandwidth is measured in each round as well, since neighbours on a shared machine move it. A decode step
