@@ -174,8 +174,8 @@ mod tests {
         assert_eq!([90, 97, 98, 100, 101, 200].map(at), [-3.0, -3.0, -2.0, 0.0, 10.0, 10.0]);
         assert_eq!(HeadBias::Slope(0.5).at(97, 100), -1.5);
         assert_eq!(HeadBias::Slope(1.0).at(1 << 25, (1 << 25) + 1), -1.0);
-        assert_eq!(HeadBias::Slope(0.5).at(0, 1 << 63), -2.0f32.powi(62));
-        assert_eq!(HeadBias::Slope(1.0).at(3, usize::MAX), -2.0f32.powi(63));
+        assert_eq!(HeadBias::Slope(0.5).at(0, 1 << 63), -((1u64 << 62) as f32));
+        assert_eq!(HeadBias::Slope(1.0).at(3, usize::MAX), -((1u64 << 63) as f32));
     }
 
     #[test]
