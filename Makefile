@@ -18,7 +18,7 @@ export VIRTUAL_ENV := $(abspath $(VENV))
 unexport CONDA_PREFIX
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format wheel smoke test-isa clean lock develop \
+.PHONY: help demo test bench lint format wheel smoke test-isa test-memory clean lock develop \
 	test-rust test-python lint-rustfmt lint-clippy lint-ruff lint-format lint-mypy lint-stubs
 
 help: ## list the targets
@@ -75,6 +75,9 @@ smoke: wheel ## try the wheel in a fresh virtual environment
 
 test-isa: ## run the Rust tests for CPUs that are not here: NEON, AVX2 alone, no AVX (Debian, qemu)
 	scripts/test_isa.sh
+
+test-memory: ## run the Rust tests of kernels and threads under valgrind (Debian), and Miri if it is installed
+	scripts/test_memory.sh
 
 clean: ## remove everything that was built
 	rm -rf target dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis python/kvcore/_kvcore*.so

@@ -29,9 +29,8 @@ pub fn attention_weights(
     out: &mut [f32],
     should_stop: ShouldStop<'_>,
 ) -> Result<()> {
-    let v_width = call.num_q_heads * call.view.layout.v_dim;
-    let all = call.q.len() / (call.num_q_heads * call.view.layout.k_dim).max(1);
-    call.check_lengths(all.saturating_mul(v_width), None)?;
+    let queries = call.q.len() / call.view.layout.k_dim;
+    call.check_lengths(queries.saturating_mul(call.view.layout.v_dim), None)?;
     let Some(of) = call.rows.get(sequence) else {
         let text = format!(
             "index: expected a sequence of the batch, 0 to {}, got {sequence}",

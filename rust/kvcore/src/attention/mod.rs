@@ -144,6 +144,10 @@ impl Call<'_> {
                 l.num_kv_heads
             )));
         }
+        if heads.checked_mul(l.k_dim + l.v_dim).is_none() {
+            // Without any rows no length of a slice would show it.
+            return Err(Error::InvalidArgument(format!("q heads: expected fewer than memory can hold, got {heads}")));
+        }
         self.scoring.check(heads)?;
         let rows = self.rows.iter().try_fold(0usize, |sum, s| sum.checked_add(s.len));
         let lse = lse.map(|len| ("lse", len, 1));

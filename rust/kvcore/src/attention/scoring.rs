@@ -155,8 +155,8 @@ impl HeadBias<'_> {
     pub fn at(&self, token: usize, position: usize) -> f32 {
         match *self {
             HeadBias::None => 0.0,
-            // The distance as an integer: far positions are no f32.
-            HeadBias::Slope(slope) => slope * (token as i64 - position as i64) as f32,
+            // The distance as an integer: far positions are no f32. Those that are no i64 either are all the farthest.
+            HeadBias::Slope(slope) => slope * (token as i64 - position.min(i64::MAX as usize) as i64) as f32,
             HeadBias::Row { row, before } => row[(token + before).saturating_sub(position).min(row.len() - 1)],
         }
     }
@@ -174,6 +174,8 @@ mod tests {
         assert_eq!([90, 97, 98, 100, 101, 200].map(at), [-3.0, -3.0, -2.0, 0.0, 10.0, 10.0]);
         assert_eq!(HeadBias::Slope(0.5).at(97, 100), -1.5);
         assert_eq!(HeadBias::Slope(1.0).at(1 << 25, (1 << 25) + 1), -1.0);
+        assert_eq!(HeadBias::Slope(0.5).at(0, 1 << 63), -((1u64 << 62) as f32));
+        assert_eq!(HeadBias::Slope(1.0).at(3, usize::MAX), -((1u64 << 63) as f32));
     }
 
     #[test]

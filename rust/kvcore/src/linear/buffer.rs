@@ -61,8 +61,8 @@ fn map(len: usize) -> Result<Free> {
     let padded = len.checked_next_multiple_of(ALIGN).and_then(|len| len.checked_add(HUGE_PAGE));
     let padded = padded.filter(|&len| isize::try_from(len).is_ok()).ok_or_else(|| failed("too large".into()))?;
     let map = MmapOptions::new().len(padded).map_anon().map_err(|e| failed(e.to_string()))?;
-    // Without support it is slower, not wrong.
-    #[cfg(target_os = "linux")]
+    // Without support it is slower, not wrong. (Miri has no advice.)
+    #[cfg(all(target_os = "linux", not(miri)))]
     let _ = map.advise(memmap2::Advice::HugePage);
     let start = map.as_ptr().align_offset(HUGE_PAGE).min(HUGE_PAGE);
     Ok(Free { chunk: Arc::new(map.into()), range: start..padded })

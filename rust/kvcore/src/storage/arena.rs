@@ -45,8 +45,9 @@ impl Arena {
     /// What the system says.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let map = MmapMut::map_anon(bytes)?;
-        // Fewer TLB misses on long contexts; a system without huge pages says no, which is no error.
-        #[cfg(target_os = "linux")]
+        // Fewer TLB misses on long contexts; a system without huge pages says no, which is no error. Miri has no
+        // advice.
+        #[cfg(all(target_os = "linux", not(miri)))]
         let _ = map.advise(memmap2::Advice::HugePage);
         Ok(Self { map: Arc::new(MmapRaw::from(map)), frozen: BTreeMap::new(), longest: 0, most: 64 })
     }
