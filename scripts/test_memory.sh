@@ -38,7 +38,7 @@ require_valgrind() {
 
 test_valgrind() {
   require_valgrind
-  local built program programs=() skip=("${SKIPPED[@]/#/--skip=}")
+  local built program programs=() failed=0 skip=("${SKIPPED[@]/#/--skip=}")
   built=$(cargo test --locked --no-run --message-format=json "${TESTS[@]}" |
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
   mapfile -t built <<<"$built"
@@ -48,8 +48,9 @@ test_valgrind() {
     programs+=($!)
   done
   for program in "${programs[@]}"; do
-    wait "$program" || fail "a program failed under valgrind"
+    wait "$program" || failed=$((failed + 1))
   done
+  ((failed == 0)) || fail "$failed programs failed under valgrind"
 }
 
 # watch PROGRAM ARGUMENT...: under valgrind; what it says comes at its end.
