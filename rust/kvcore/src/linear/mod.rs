@@ -153,13 +153,11 @@ impl Arena {
         if let Some(bias) = bias {
             expect_len("bias", &format!("shape [{outputs}]"), outputs, bias.len())?;
         }
-        if let Some(only) = weights.blocks_of() {
-            if dtype != only || !inputs.is_multiple_of(GROUP_INPUTS) {
-                return Err(Error::InvalidArgument(format!(
-                    "dtype: expected {only:?} for these blocks, whose rows are multiples of {GROUP_INPUTS} inputs, got {dtype:?} \
-                     and {inputs} inputs"
-                )));
-            }
+        if let Some(only) = weights.blocks_of()
+            && (dtype != only || !inputs.is_multiple_of(GROUP_INPUTS))
+        {
+            let text = format!("{only:?} for these blocks, whose rows are multiples of {GROUP_INPUTS} inputs");
+            return Err(Error::InvalidArgument(format!("dtype: expected {text}, got {dtype:?} and {inputs} inputs")));
         }
         let groups = outputs.div_ceil(GROUP_OUTPUTS);
         let (step_inputs, step_bytes) = dtype.step();
