@@ -278,3 +278,90 @@ if pid:
 """,
         timeout=60,
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_that_a_signal_handler_forks_in_the_middle_of_a_call() -> None:
+    """Its workers stayed in the parent: the call ends with an error there, and goes on here."""
+    run_python(
+        """
+import os, signal, time
+import numpy as np
+from kvcore import InvalidState
+from kvtools import make_cache
+
+cache = make_cache(num_layers=1, num_kv_heads=2, head_dim=128, num_blocks=600, num_threads=2)
+n = 8192
+seq = cache.add(range(n))
+batch = cache.plan([(seq, n)])
+x, q = np.ones((n, 2, 128), np.float32), np.ones((n, 16, 128), np.float32)
+cache.write(0, batch, x, x)
+children = []
+
+def handler(signum, frame):
+    children.append(os.fork())
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+try:
+    out = cache.attend(0, batch, q)
+except InvalidState as error:
+    assert children == [0] and "forked" in str(error), error
+    # The child's own calls have workers of its own.
+    again = cache.attend(0, batch, q)
+    os._exit(0 if np.all(abs(again - 1) < 1e-2) else 3)
+assert children and children[0] > 0, children
+assert np.all(abs(out - 1) < 1e-2)
+deadline = time.monotonic() + 60
+while (done := os.waitpid(children[0], os.WNOHANG))[0] == 0:
+    assert time.monotonic() < deadline, "the child hangs"
+    time.sleep(0.05)
+assert os.waitstatus_to_exitcode(done[1]) == 0, done
+""",
+        timeout=120,
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_children_that_are_forked_while_another_thread_uses_the_same_workers() -> None:
+    run_python(
+        """
+import os, threading, time
+import numpy as np
+from kvcore import KVCache, Threads
+
+threads = Threads(2)
+
+def prepared():
+    cache = KVCache(num_layers=1, num_kv_heads=4, head_dim=64, num_blocks=64, dtype="float32", threads=threads)
+    seq = cache.add(range(600))
+    batch = cache.plan([(seq, 600)])
+    x = np.ones((600, 4, 64), np.float32)
+    cache.write(0, batch, x, x)
+    return cache, batch, np.ones((600, 8, 64), np.float32)
+
+mine, batch, q = prepared()
+busy, busy_batch, busy_q = prepared()
+stop = False
+
+def work():
+    while not stop:
+        busy.attend(0, busy_batch, busy_q)
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+for _ in range(60):
+    pid = os.fork()
+    if pid == 0:
+        mine.attend(0, batch, q)
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        assert time.monotonic() < deadline, "the child hangs"
+        time.sleep(0.002)
+    assert os.waitstatus_to_exitcode(done[1]) == 0, done
+stop = True
+thread.join()
+""",
+        timeout=120,
+    )

@@ -748,14 +748,20 @@ class Linear:
         """Pack weights.
 
         Args:
-            weight: [out_features, in_features] float32, float16 or bfloat16.
+            weight: [out_features, in_features] float32, float16 or bfloat16; with ``blocks`` uint8
+                [out_features, bytes of a row].
             bias: [out_features].
-            dtype: what weights are held in: float32, float16 or bfloat16; rounded once if it cannot hold them.
+            dtype: what weights are held in: float32, float16, bfloat16, int8 (for each 32 inputs of an output a
+                float16 scale) or int4 (a float16 scale and minimum); rounded once if it cannot hold them. Of 32 weights
+                that are all below 0.008 (int8) or 0.001 (int4) the scale has fewer digits, and below 4e-6 or 5e-7 none.
+            blocks: that ``weight`` has GGUF's blocks of this name: Q4_0 or Q4_1 for int4, Q8_0 for int8, which hold
+                them exactly.
             threads: a pool to share; None: a pool of its own for all available CPUs.
             arena: memory to share; None: memory of its own.
 
         Raises:
-            InvalidArgument: a shape or dtype name that does not fit. TypeError: another array type.
+            InvalidArgument: a shape, dtype or kind of blocks that does not fit, or weights too large for float16
+                scales. TypeError: another array type.
         """
 
     def __call__(self, x: _Floats) -> npt.NDArray[np.float32]:

@@ -45,11 +45,12 @@ _Model = Annotated[
 _KvDtype = Annotated[
     str,
     typer.Option(
-        help="What keys and values are stored in: auto, float32, float16, bfloat16, fp8 (short: f32, f16, bf16)."
+        help="What keys and values are stored in: auto, float32, float16, bfloat16, fp8, fp8_e5m2, int8, int4 "
+        "(short: f32, f16, bf16)."
     ),
 ]
 _Quantization = Annotated[
-    str, typer.Option(help="int8 or int4: weights in 8 or 4 bits, a half or a third of the memory, and faster.")
+    str, typer.Option(help="int8 or int4: matrices in 8 or 4 bits, a half or a third of their memory, and faster.")
 ]
 _MaxTokens = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 _Temperature = Annotated[float, typer.Option(help="0 takes the most probable token; higher is more varied.")]

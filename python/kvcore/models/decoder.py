@@ -59,9 +59,9 @@ class Decoder:
         weights: its tensors, read one at a time.
         cache: the KV cache; its shape must be the spec's, its threads run the products, too.
         dtype: what matrices are held in: float32, bfloat16 or float16. Norms and biases are float32.
-        quantization: int8 or int4, in place of ``dtype`` for all but the embedding: blocks that are stored so are taken
-            as they are, all else is rounded. The output matrix, whose errors nothing evens out, has at least 8 bits.
-            None: ``dtype``.
+        quantization: int8 or int4, in place of ``dtype`` for all but the embedding's rows: blocks that are stored so
+            are taken as they are, if all matrices with one input are of one kind, all else is rounded. The output
+            matrix, whose errors nothing evens out, is rounded to 8 bits at least. None: ``dtype``.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape or type than the spec says.
@@ -82,8 +82,7 @@ class Decoder:
         self._dtype = dtype
         read = _Reader(spec, weights, dtype, quantization, cache)
         self._embedding = read.matrix("embed_tokens.weight")
-        output = read_output(spec, weights)
-        self._output = read.pack(self._embedding if output is None else output, None, output=True)
+        self._output = read.output(self._embedding)
         self._norm = read.vector("norm.weight")
         self._layers = [read.layer(layer) for layer in range(spec.num_layers)]
         left = unused_tensors(spec, weights)
@@ -177,11 +176,25 @@ class _Reader:
         assert tensor is not None, role
         return tensor.astype(_NUMPY_DTYPES[self._dtype])
 
-    def pack(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None, *, output: bool = False) -> Linear:
-        held = self._quantization or self._dtype
-        if output and held == "int4":
-            held = "int8"
-        return Linear(weight, bias, dtype=held, threads=self._threads, arena=self._arena)
+    def output(self, embedding: npt.NDArray[Any]) -> Linear:
+        """The output matrix: the embedding's own, or one of its own."""
+        weight = read_output(self._spec, self._weights)
+        if self._quantization is None:
+            return self.pack(embedding if weight is None else weight, None)
+        role = "embed_tokens.weight" if weight is None else "lm_head.weight"
+        blocks = read_blocks(self._spec, self._weights, role)
+        if blocks is not None and (blocks[0] == "Q8_0" or self._quantization == "int4"):
+            return self._of_blocks(*blocks, None)
+        weight = read_tensor(self._spec, self._weights, role)
+        return Linear(weight, dtype="int8", threads=self._threads, arena=self._arena)
+
+    def pack(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None) -> Linear:
+        dtype = self._quantization or self._dtype
+        return Linear(weight, bias, dtype=dtype, threads=self._threads, arena=self._arena)
+
+    def _of_blocks(self, kind: str, rows: npt.NDArray[np.uint8], bias: npt.NDArray[Any] | None) -> Linear:
+        dtype = "int8" if kind == "Q8_0" else "int4"
+        return Linear(rows, bias, dtype=dtype, blocks=kind, threads=self._threads, arena=self._arena)
 
     def _joint(self, names: tuple[str, ...], layer: int) -> Linear:
         """Matrices with the same input as one, the outputs below each other."""
@@ -195,9 +208,7 @@ class _Reader:
                 [np.zeros(shape[0], np.float32) if b is None else b.astype(np.float32) for shape, b in parts]
             )
         if blocks is not None:
-            kind, rows = blocks
-            held = str(self._quantization)
-            return Linear(rows, bias, dtype=held, blocks=kind, threads=self._threads, arena=self._arena)
+            return self._of_blocks(*blocks, bias)
         matrices = [read_tensor(self._spec, self._weights, f"{name}.weight", layer) for name in names]
         weights = [matrix for matrix in matrices if matrix is not None]
         return self.pack(weights[0] if len(weights) == 1 else np.concatenate(weights), bias)

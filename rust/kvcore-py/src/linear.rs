@@ -144,13 +144,7 @@ impl PyLinear {
     }
     #[getter]
     fn dtype(&self) -> &'static str {
-        match self.linear.dtype() {
-            WeightDtype::F32 => "float32",
-            WeightDtype::Bf16 => "bfloat16",
-            WeightDtype::F16 => "float16",
-            WeightDtype::Int8 => "int8",
-            WeightDtype::Int4 => "int4",
-        }
+        self.linear.dtype().name()
     }
     #[getter]
     fn nbytes(&self) -> usize {

@@ -193,6 +193,29 @@ fn rows_that_are_no_numbers_give_none() {
 }
 
 #[test]
+fn weights_that_are_no_numbers_or_too_large_are_not_hidden() {
+    let threads = Threads::new(Some(1)).unwrap();
+    let level = Level::best();
+    let pack = |weights: &[f32], dtype| Linear::pack(level, &threads, WeightsIn::F32(weights), 2, 32, dtype, None);
+    for dtype in BITS {
+        let mut weights = noise(1, 64);
+        weights[40] = f32::NAN;
+        let out = forward(&pack(&weights, dtype).unwrap(), level, &threads, &[1.0; 32], false);
+        assert!(out[0].is_finite() && out[1].is_nan());
+        for large in [f32::INFINITY, f32::NEG_INFINITY, 1e30, -1e7] {
+            weights[40] = large;
+            assert!(matches!(pack(&weights, dtype), Err(Error::InvalidArgument(_))), "{dtype:?} {large}");
+        }
+    }
+    let mut block = [0u8; 18];
+    for (scale, good) in [(8000.0, true), (9000.0, false), (f32::NAN, true)] {
+        block[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+        let packed = Linear::pack(level, &threads, WeightsIn::Q4_0(&block), 1, 32, WeightDtype::Int4, None);
+        assert_eq!(packed.is_ok(), good, "{scale}");
+    }
+}
+
+#[test]
 fn blocks_go_into_their_own_format_alone() {
     let threads = Threads::new(Some(1)).unwrap();
     let (bytes, _) = blocks("Q4_1", 1, 4);

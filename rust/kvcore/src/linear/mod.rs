@@ -47,6 +47,17 @@ pub enum WeightDtype {
 }
 
 impl WeightDtype {
+    /// As it is written in options.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+            Self::Int8 => "int8",
+            Self::Int4 => "int4",
+        }
+    }
+
     /// Inputs of a step, and bytes of a step of a panel.
     const fn step(self) -> (usize, usize) {
         match self {
@@ -156,8 +167,9 @@ impl Arena {
         if let Some(only) = weights.blocks_of()
             && (dtype != only || !inputs.is_multiple_of(GROUP_INPUTS))
         {
-            let text = format!("{only:?} for these blocks, whose rows are multiples of {GROUP_INPUTS} inputs");
-            return Err(Error::InvalidArgument(format!("dtype: expected {text}, got {dtype:?} and {inputs} inputs")));
+            let text = format!("{} for these blocks, in rows of a multiple of {GROUP_INPUTS} inputs", only.name());
+            let got = format!("{} and {inputs} inputs", dtype.name());
+            return Err(Error::InvalidArgument(format!("dtype: expected {text}, got {got}")));
         }
         let groups = outputs.div_ceil(GROUP_OUTPUTS);
         let (step_inputs, step_bytes) = dtype.step();

@@ -10,14 +10,16 @@
 //! llama.cpp has, keeps a single large value from flattening all others.
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use half::f16;
 
 use super::WeightsIn;
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::product::Weights;
-use crate::Result;
 use crate::simd::{LANES, Simd};
 use crate::threads::{NEVER, Threads};
+use crate::{Error, Result};
 
 /// Inputs that share a scale.
 pub(super) const GROUP_INPUTS: usize = 32;
@@ -171,17 +173,22 @@ fn round_row(x: &[f32], out: &mut [RowGroup]) {
     }
 }
 
-/// The smallest half that is not below `x`, and finite: codes of a scale that was rounded down would not reach the ends.
+/// The smallest half that is not below `x`: codes of a scale that was rounded down would not reach the ends.
 fn not_below(x: f32) -> f16 {
     let half = f16::from_f32(x);
-    let half = if half.to_f32() < x { f16::from_bits(half.to_bits() + 1) } else { half };
-    if half.is_finite() { half } else { f16::MAX }
+    if half.to_f32() < x { f16::from_bits(half.to_bits() + 1) } else { half }
 }
+
+/// What a group with a value that is no number stands for.
+const NOTHING: Codes = Codes { codes: [0; GROUP_INPUTS], scale: f16::NAN, minimum: f16::NAN };
 
 impl Quantized for Int4 {
     fn of_values(x: &[f32; GROUP_INPUTS]) -> Codes {
+        if x.iter().any(|x| x.is_nan()) {
+            return NOTHING;
+        }
         let (low, high) = x.iter().fold((0.0f32, 0.0f32), |(low, high), &x| (low.min(x), high.max(x)));
-        let minimum = f16::from_f32(low.max(-65504.0));
+        let minimum = f16::from_f32(low);
         let scale = not_below((high - minimum.to_f32()).max(0.0) / 15.0);
         let inverse = if scale.to_f32() > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
         let codes = x.map(|x| ((x - minimum.to_f32()) * inverse).round().clamp(0.0, 15.0) as u8);
@@ -218,6 +225,9 @@ impl Quantized for Int4 {
 
 impl Quantized for Int8 {
     fn of_values(x: &[f32; GROUP_INPUTS]) -> Codes {
+        if x.iter().any(|x| x.is_nan()) {
+            return NOTHING;
+        }
         let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
         let scale = not_below(largest / 127.0);
         let inverse = if scale.to_f32() > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
@@ -258,6 +268,7 @@ pub(super) fn pack<F: Quantized>(
 ) -> Result<()> {
     let (steps, outputs) = (inputs.div_ceil(GROUP_INPUTS), source.len() / inputs);
     let items: Vec<_> = packed.chunks_mut(steps).enumerate().collect();
+    let too_large = AtomicBool::new(false);
     threads.for_each(items, NEVER, |(g, group)| {
         for panel in 0..GROUP {
             for lane in 0..LANES {
@@ -273,9 +284,17 @@ pub(super) fn pack<F: Quantized>(
                         source.read(output * inputs + from, values_in);
                         F::of_values(&values)
                     });
+                    if codes.scale.is_infinite() || codes.minimum.is_infinite() {
+                        too_large.store(true, Ordering::Relaxed);
+                    }
                     F::put(&codes, lane, &mut raw[panel]);
                 }
             }
         }
-    })
+    })?;
+    if too_large.into_inner() {
+        let text = "weight: expected values whose scales and minima are float16 (at most 65504), got larger ones";
+        return Err(Error::InvalidArgument(text.into()));
+    }
+    Ok(())
 }

@@ -9,7 +9,7 @@
 mod pool;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use self::pool::Pool;
 use crate::{Error, Result};
@@ -26,13 +26,32 @@ pub const MAX_THREADS: usize = 1024;
 /// A pool of `num_threads - 1` workers that start with the first parallel call and sleep when idle.
 pub struct Threads {
     num_threads: usize,
-    pool: Mutex<Option<Workers>>,
+    workers: Workers,
 }
 
-/// Workers do not survive a fork, so a pool remembers the process it was made in.
+/// Workers do not survive a fork, and the lock of their pool may be held by a thread that did not either. So each process
+/// has a lock of its own.
 struct Workers {
     process: u32,
-    pool: Arc<Pool>,
+    pool: Mutex<Option<Arc<Pool>>>,
+    /// Those of a forked child.
+    child: OnceLock<Box<Workers>>,
+}
+
+impl Workers {
+    fn new() -> Self {
+        Self { process: std::process::id(), pool: Mutex::new(None), child: OnceLock::new() }
+    }
+
+    /// Those of this process.
+    fn here(&self) -> &Self {
+        let process = std::process::id();
+        let mut workers = self;
+        while workers.process != process {
+            workers = workers.child.get_or_init(|| Box::new(Self::new()));
+        }
+        workers
+    }
 }
 
 impl Threads {
@@ -47,7 +66,7 @@ impl Threads {
                 "num_threads: expected 1 to {MAX_THREADS} (or none, for all that are available), got {num_threads}"
             )));
         }
-        Ok(Self { num_threads, pool: Mutex::new(None) })
+        Ok(Self { num_threads, workers: Workers::new() })
     }
 
     /// Threads that a call may use, the calling one among them.
@@ -59,7 +78,7 @@ impl Threads {
     ///
     /// # Errors
     /// [`Error::Interrupted`] if `should_stop` said so; some items were then not worked on.
-    /// [`Error::InvalidState`] if the system refuses to start threads.
+    /// [`Error::InvalidState`] if the system refuses to start threads, or in a child that `should_stop` has forked.
     pub fn for_each<T: Send>(&self, items: Vec<T>, should_stop: ShouldStop<'_>, work: impl Fn(T) + Sync) -> Result<()> {
         self.for_each_with(items, should_stop, || (), |(), item| work(item))
     }
@@ -102,31 +121,30 @@ impl Threads {
                 if should_stop() {
                     stop.store(true, Ordering::Relaxed);
                 }
-                if stop.load(Ordering::Relaxed) {
+                // Whoever was asked may have forked: what the workers had is not done then, and never will be.
+                if stop.load(Ordering::Relaxed) || !pool.is_here() {
                     break;
                 }
                 let Some(item) = next() else { break };
                 work(&mut buffers, item);
             }
         });
+        if !pool.is_here() {
+            let text = "the process was forked in the middle of a call: its workers stayed in the parent";
+            return Err(Error::InvalidState(text.into()));
+        }
         if stop.into_inner() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
     fn workers(&self) -> Result<Arc<Pool>> {
-        let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
-        let process = std::process::id();
-        if let Some(workers) = pool.as_ref()
-            && workers.process == process
-        {
-            return Ok(Arc::clone(&workers.pool));
+        let mut pool = self.workers.here().pool.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pool) = &*pool {
+            return Ok(Arc::clone(pool));
         }
-        // After a fork the old pool's threads exist in the parent alone; dropping it here could wait for them.
-        std::mem::forget(pool.take());
         // Where threads share CPUs, one that watches takes the time of one that works.
         let watch = self.num_threads <= available();
         let made = Arc::new(Pool::new(self.num_threads - 1, watch)?);
-        *pool = Some(Workers { process, pool: Arc::clone(&made) });
-        Ok(made)
+        Ok(Arc::clone(pool.insert(made)))
     }
 }
 

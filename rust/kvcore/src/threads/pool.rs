@@ -24,9 +24,10 @@ const WATCH: Duration = Duration::from_micros(100);
 /// Looks between two looks at the clock.
 const LOOKS: usize = 50;
 
-/// Some workers.
+/// Some workers, of the process that made them: a forked child has none, and any lock may be held by one of them.
 pub struct Pool {
     shared: Arc<Shared>,
+    process: u32,
 }
 
 struct Shared {
@@ -74,6 +75,7 @@ impl Pool {
     /// [`Error::InvalidState`] if the system refuses to start threads.
     pub fn new(count: usize, watch: bool) -> Result<Self> {
         let pool = Self {
+            process: std::process::id(),
             shared: Arc::new(Shared {
                 state: Mutex::default(),
                 wake: Condvar::new(),
@@ -89,6 +91,11 @@ impl Pool {
                 .map_err(|e| Error::InvalidState(format!("cannot start {count} threads: {e}")))?;
         }
         Ok(pool)
+    }
+
+    /// Whether this is the process that has the workers.
+    pub fn is_here(&self) -> bool {
+        self.process == std::process::id()
     }
 
     /// Call `here` on this thread and meanwhile `job` on up to `helpers` workers; `here` alone, if the workers are at
@@ -115,7 +122,7 @@ impl Pool {
                 shared.wake.notify_all();
             }
         }
-        let lent = Lent(shared);
+        let lent = Lent(self);
         here();
         let panic = lent.take_back();
         std::mem::forget(lent);
@@ -126,21 +133,25 @@ impl Pool {
 }
 
 /// The workers have the job.
-struct Lent<'a>(&'a Shared);
+struct Lent<'a>(&'a Pool);
 
 impl Lent<'_> {
     /// Take the job back and wait for the workers within it; what one of them panicked with.
     fn take_back(&self) -> Option<Payload> {
-        let mut state = self.0.lock();
+        if !self.0.is_here() {
+            return None;
+        }
+        let shared = &*self.0.shared;
+        let mut state = shared.lock();
         state.wanted = 0;
         drop(state);
         let mut looks = 0usize;
-        while self.0.working.load(Ordering::Acquire) > 0 {
+        while shared.working.load(Ordering::Acquire) > 0 {
             looks += 1;
             if looks.is_multiple_of(LOOKS) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
         // Now another caller may come.
-        state = self.0.lock();
+        state = shared.lock();
         state.job = None;
         state.panic.take()
     }
@@ -155,6 +166,9 @@ impl Drop for Lent<'_> {
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        if !self.is_here() {
+            return;
+        }
         self.shared.lock().closed = true;
         self.shared.jobs.fetch_add(1, Ordering::Release);
         self.shared.wake.notify_all();
