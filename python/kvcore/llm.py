@@ -77,9 +77,9 @@ class LLM:
             dtype: what weights are held in: auto (as they were saved; bfloat16 for quantised files), float32 (f32),
                 bfloat16 (bf16) or float16 (f16).
             quantization: int8 or int4: layers' matrices are held in 8 or 4 bits with scales for each 32 inputs, the
-                output matrix in 8, and what they are multiplied with is rounded to 8 bits: half or a third of the memory
-                of bfloat16 (the embedding's rows stay), and as much faster to decode with. A GGUF file's Q8_0, or Q4_0
-                and Q4_1, are taken as they are. auto and none: weights are expanded to ``dtype``.
+                output matrix in 8, and what they are multiplied with is rounded to 8 bits: half or a third of
+                bfloat16's memory (the embedding's rows stay), and as much faster to decode with. A GGUF file's
+                Q8_0, or Q4_0 and Q4_1, are taken as they are. auto and none: weights are expanded to ``dtype``.
             kv_cache_dtype: what keys and values are stored in: auto (float32 beside float32 weights, else bfloat16),
                 float32 (f32), bfloat16 (bf16), float16 (f16), fp8_e4m3 (fp8), fp8_e5m2, int8 or int4.
             kv_cache_scale_mode: static (fp8: one scale for each layer and head, 1 until ``calibrate``), per_token_head

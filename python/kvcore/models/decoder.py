@@ -186,6 +186,7 @@ class _Reader:
         if blocks is not None and (blocks[0] == "Q8_0" or self._quantization == "int4"):
             return self._of_blocks(*blocks, None)
         weight = read_tensor(self._spec, self._weights, role)
+        assert weight is not None, role  # check_weights or read_output has seen it
         return Linear(weight, dtype="int8", threads=self._threads, arena=self._arena)
 
     def pack(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any] | None) -> Linear:
