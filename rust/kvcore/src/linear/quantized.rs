@@ -57,63 +57,63 @@ const INT4_CODES: usize = GROUP_INPUTS / 2 * LANES;
 const INT8_CODES: usize = GROUP_INPUTS * LANES;
 const HALVES: usize = 2 * LANES;
 
-impl Weights for Int4 {
-    type Raw = [u8; INT4_CODES + 2 * HALVES];
-    type Coef<S: Simd> = RowGroup;
-    const STEP: usize = GROUP_INPUTS;
-    const MAX_ROWS: usize = 8;
+/// What both formats share: their steps differ in how they are unpacked alone.
+macro_rules! groups_of_32 {
+    ($name:ident, $bytes:expr) => {
+        impl Weights for $name {
+            type Raw = [u8; $bytes];
+            type Coef<S: Simd> = RowGroup;
+            const STEP: usize = GROUP_INPUTS;
+            const MAX_ROWS: usize = 8;
 
-    #[inline(always)]
-    fn coefs<S: Simd>(_: S, x: &[f32], out: &mut [RowGroup]) {
-        round_row(x, out);
-    }
-
-    #[inline(always)]
-    fn add<S: Simd, const M: usize>(
-        s: S,
-        sums: &mut [[S::F32; GROUP]; M],
-        weights: &[Self::Raw; GROUP],
-        row: [&RowGroup; M],
-    ) {
-        for (g, raw) in weights.iter().enumerate() {
-            let (codes, halves) = raw.split_at(INT4_CODES);
-            let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
-            for (c, codes) in codes.as_chunks().0.iter().enumerate() {
-                (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.load_bytes(codes));
+            #[inline(always)]
+            fn coefs<S: Simd>(_: S, x: &[f32], out: &mut [RowGroup]) {
+                round_row(x, out);
             }
-            let (scale, minimum) = (half_lanes(s, &halves[..HALVES]), half_lanes(s, &halves[HALVES..]));
-            dot(s, sums, g, bytes, scale, minimum, row);
+
+            #[inline(always)]
+            fn add<S: Simd, const M: usize>(
+                s: S,
+                sums: &mut [[S::F32; GROUP]; M],
+                weights: &[Self::Raw; GROUP],
+                row: [&RowGroup; M],
+            ) {
+                for (g, raw) in weights.iter().enumerate() {
+                    let (bytes, scale, minimum) = Self::unpack(s, raw);
+                    dot(s, sums, g, bytes, scale, minimum, row);
+                }
+            }
         }
+    };
+}
+groups_of_32!(Int4, INT4_CODES + 2 * HALVES);
+groups_of_32!(Int8, INT8_CODES + HALVES);
+
+/// A step's codes, scales and minima.
+type Unpacked<S> = ([<S as Simd>::Bytes; GROUP_INPUTS / 4], <S as Simd>::F32, <S as Simd>::F32);
+
+impl Int4 {
+    #[inline(always)]
+    fn unpack<S: Simd>(s: S, raw: &<Self as Weights>::Raw) -> Unpacked<S> {
+        let (codes, halves) = raw.split_at(INT4_CODES);
+        let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
+        for (c, codes) in codes.as_chunks().0.iter().enumerate() {
+            (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.load_bytes(codes));
+        }
+        (bytes, half_lanes(s, &halves[..HALVES]), half_lanes(s, &halves[HALVES..]))
     }
 }
 
-impl Weights for Int8 {
-    type Raw = [u8; INT8_CODES + HALVES];
-    type Coef<S: Simd> = RowGroup;
-    const STEP: usize = GROUP_INPUTS;
-    const MAX_ROWS: usize = 8;
-
+impl Int8 {
     #[inline(always)]
-    fn coefs<S: Simd>(_: S, x: &[f32], out: &mut [RowGroup]) {
-        round_row(x, out);
-    }
-
-    #[inline(always)]
-    fn add<S: Simd, const M: usize>(
-        s: S,
-        sums: &mut [[S::F32; GROUP]; M],
-        weights: &[Self::Raw; GROUP],
-        row: [&RowGroup; M],
-    ) {
-        for (g, raw) in weights.iter().enumerate() {
-            let (codes, halves) = raw.split_at(INT8_CODES);
-            let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
-            for (bytes, codes) in bytes.iter_mut().zip(codes.as_chunks().0) {
-                *bytes = s.load_bytes(codes);
-            }
-            let scale = half_lanes(s, halves);
-            dot(s, sums, g, bytes, scale, s.mul(scale, s.splat(-128.0)), row);
+    fn unpack<S: Simd>(s: S, raw: &<Self as Weights>::Raw) -> Unpacked<S> {
+        let (codes, halves) = raw.split_at(INT8_CODES);
+        let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
+        for (bytes, codes) in bytes.iter_mut().zip(codes.as_chunks().0) {
+            *bytes = s.load_bytes(codes);
         }
+        let scale = half_lanes(s, halves);
+        (bytes, scale, s.mul(scale, s.splat(-128.0)))
     }
 }
 

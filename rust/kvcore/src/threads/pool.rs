@@ -169,7 +169,9 @@ impl Drop for Pool {
         if !self.is_here() {
             return;
         }
-        self.shared.lock().closed = true;
+        let mut state = self.shared.lock();
+        state.closed = true;
+        // Under the lock: a worker that has just looked, and not begun to sleep, would miss it.
         self.shared.jobs.fetch_add(1, Ordering::Release);
         self.shared.wake.notify_all();
     }
