@@ -108,12 +108,13 @@ class BeamSearch:
             elif len(steps) < self.width and score > -np.inf:
                 steps.append(Step(beam, token))
                 scores.append(score)
-        if steps and length < self._max_new_tokens and not self._is_done(max(scores), length):
+        if not steps or self._is_done(max(scores), length):
+            return []
+        if length < self._max_new_tokens:
             self.scores = scores
             return steps
-        if len(self.finished) < self.width or length >= self._max_new_tokens:
-            for step, score in zip(steps, scores, strict=True):
-                self._finish([*answers[step.parent], step.token_id], score, "length")
+        for step, score in zip(steps, scores, strict=True):
+            self._finish([*answers[step.parent], step.token_id], score, "length")
         return []
 
     def _is_done(self, best: float, length: int) -> bool:
