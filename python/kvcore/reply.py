@@ -215,7 +215,8 @@ class _Answer:
             token_id = seq.token_ids[seq.prompt_len + self.num_tokens]
             self.num_tokens += 1
             # the token that ended it is not part of the text, unless asked for
-            is_end = seq.finish_reason == "stop" and self.num_tokens == seq.num_generated
+            is_last = seq.finish_reason == "stop" and self.num_tokens == seq.num_generated
+            is_end = is_last and not seq.last_is_text
             if self._tokenizer is not None and (not is_end or self._params.include_stop_str_in_output):
                 self._push(self._detokenizer.push(token_id))
         if seq.finished and self._stopped_by is None and self._tokenizer is not None:

@@ -445,6 +445,7 @@ class Engine:
         if token_id in seq.params.stop_ids:
             return "stop", token_id
         if seq.adjust is not None and seq.adjust.finished:
+            seq.last_is_text = True
             return "stop", None
         return ("length" if seq.num_generated >= seq.max_new_tokens else None), None
 

@@ -57,6 +57,7 @@ class Sequence:
         cumulative_logprob: the sum of its tokens' log probabilities, where somebody wants to know.
         finish_reason: "stop", "length" or "abort" once finished, None if an error ended it.
         stop_reason: the token id or the string that stopped it; None for the end-of-sequence token.
+        last_is_text: whether the token with which it ended ("stop") is a part of the answer: a grammar's last one.
         error: the exception that ended it.
     """
 
@@ -89,6 +90,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last_is_text: bool = False
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
