@@ -16,6 +16,7 @@ from kvcore.engine.sequence import Sequence
 from kvcore.errors import InvalidArgument, OutOfBlocks
 from mocks import MockCache, MockDecoder, MockTokenizer
 from models import EXACT, REFERENCE, assert_nothing_held
+from test_engine import finish, raiser
 from test_llm import make as make_llm
 
 EOS = 31
@@ -39,7 +40,7 @@ def tokens(answers: list[Sequence]) -> list[list[int]]:
     return [seq.token_ids[seq.prompt_len :] for seq in answers]
 
 
-# -- n -----------------------------------------------------------------------------------------------------------------
+# -- n ---------------------------------------------------------------------------------------------------------------
 
 
 def test_trap_26_parallel_samples() -> None:
@@ -153,7 +154,7 @@ def test_answers_of_a_real_model_share_blocks() -> None:
         assert_nothing_held(llm)
 
 
-# -- timeouts and callbacks ----------------------------------------------------------------------------------------------
+# -- timeouts and callbacks ------------------------------------------------------------------------------------------
 
 
 def test_timeouts() -> None:
@@ -193,7 +194,7 @@ def test_a_callback_that_raises_ends_its_request_only() -> None:
         llm.generate([1], params, callback=3)  # type: ignore[arg-type]
 
 
-# -- beams ----------------------------------------------------------------------------------------------------------------
+# -- beams -----------------------------------------------------------------------------------------------------------
 
 
 def reference_beams(prompt: list[int], params: BeamSearchParams, eos: set[int]) -> list[tuple[list[int], float]]:
@@ -270,15 +271,12 @@ def test_beams_beside_others_in_a_small_pool() -> None:
 @pytest.mark.parametrize("where", ["reorder", "append", "plan", "commit"])
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_failure_ends_the_search_and_nothing_leaks(where: str, after: int) -> None:
-    from test_engine import raiser
-
     engine = make()
     cache: Any = engine._cache
     seq = engine.add_request("a", [1, 2, 3], BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True))
     cache.fail[where] = raiser(RuntimeError("broken"), after)
     with pytest.raises(RuntimeError, match="broken"):
-        while engine.has_unfinished:
-            engine.step()
+        finish(engine)
     assert isinstance(seq.error, RuntimeError)
     assert not engine.has_unfinished
     cache.check_empty()

@@ -16,7 +16,6 @@ from kvcore.engine.space import Space
 from kvcore.errors import InvalidArgument
 from mocks import MockCache, MockDecoder
 
-
 ARRIVALS = itertools.count()
 
 
@@ -233,7 +232,7 @@ def test_the_least_urgent_is_preempted() -> None:
     ("kind", "at_once"), [("known", 5), ("max_tokens", 4), ("power_of_two", 2), ("max_model_len", 1)]
 )
 def test_reservations(kind: str, at_once: int) -> None:
-    """16 blocks of 4. Requests of 9 + 8 tokens are 3 blocks now and 4 in the end, of 9 + 9 tokens 32 slots, 40 are 10."""
+    """16 blocks of 4. 9 + 8 tokens are 3 blocks now and 4 in the end, 9 + 9 tokens 32 slots, 40 tokens 10 blocks."""
     cache = MockCache(16, enable_prefix_caching=False)
     scheduler = Scheduler(
         MockDecoder(cache),

@@ -28,7 +28,7 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 def test_turns() -> None:
     with model() as llm:
-        session = llm.session(random_tokens(40))
+        session = Session(llm, random_tokens(40))
         first = session.generate(GREEDY)
         assert (first.num_cached_tokens, len(session)) == (0, 46)
         # others push everything out of the cache that nobody holds
@@ -49,7 +49,7 @@ def test_turns() -> None:
 
 def test_forks_share_and_rewinding_goes_back() -> None:
     with model() as llm:
-        session = llm.session(random_tokens(40))
+        session = Session(llm, random_tokens(40))
         session.generate(GREEDY)
         used = llm.stats()["cache"]["used"]
         twin = session.fork()
@@ -77,7 +77,7 @@ def test_forks_share_and_rewinding_goes_back() -> None:
 
 
 def test_streams() -> None:
-    with model() as llm, llm.session(random_tokens(20)) as session:
+    with model() as llm, Session(llm, random_tokens(20)) as session:
         tokens = [t for item in session.stream(GREEDY) for t in item.token_ids]
         assert session.token_ids[20:] == tokens
         for _ in session.stream(GREEDY):
@@ -90,9 +90,9 @@ def test_streams() -> None:
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "talk.safetensors"
-    with model() as llm, llm.session(random_tokens(40)) as session:
+    with model() as llm, Session(llm, random_tokens(40)) as session:
         with pytest.raises(InvalidArgument, match="at least one token"):
-            llm.session().generate(GREEDY)
+            Session(llm).generate(GREEDY)
         session.generate(GREEDY)
         session.save(path)
         expected = session.token_ids
@@ -109,12 +109,12 @@ def test_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             Session.load(llm, tmp_path / "nothing")
         with pytest.raises(InvalidState, match="computed"):
-            llm.session().save(path)
+            Session(llm).save(path)
 
 
 def test_text_and_chat() -> None:
     llm = make(tokenizer=MockTokenizer())
-    session = llm.session("hello")
+    session = Session(llm, "hello")
     session.append(" you")
     assert session.token_ids == list(b"hello you")
     session.generate(GREEDY)
@@ -134,11 +134,11 @@ def test_text_and_chat() -> None:
 
 def test_a_session_that_is_dropped_lets_go() -> None:
     with model() as llm:
-        session = llm.session(random_tokens(20))
+        session = Session(llm, random_tokens(20))
         session.generate(GREEDY)
         del session
         assert_nothing_held(llm)
-        kept = llm.session(random_tokens(20))
+        kept = Session(llm, random_tokens(20))
         kept.generate(GREEDY)
     kept.close()
     assert "closed" in repr(kept)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvcore.checkpoint.config import GenerationConfig
-    from kvcore.session import Session
     from kvcore.structured import Grammars
     from kvcore.text.chat import ChatTemplate
     from kvcore.text.tokenizer import Tokenizer
@@ -345,15 +344,6 @@ class LLM:
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
         asked = [self._conversation(messages, values)]
         return self._stream(self._submissions(asked, params, use_cache, priority, timeout)[0])
-
-    def session(self, prompt: Prompt | None = None) -> Session:
-        """A conversation whose blocks stay in the cache between its turns, see ``Session``."""
-        from kvcore.session import Session
-
-        session = Session(self)
-        if prompt is not None:
-            session.append(prompt)
-        return session
 
     def logits(self, token_ids: Any) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].

@@ -1,6 +1,6 @@
 """A conversation whose keys and values stay in the cache between its turns.
 
-    session = llm.session("You are a helpful assistant. ")
+    session = Session(llm, "You are a helpful assistant. ")
     session.append("Hello!")
     print(session.generate(params).text)        computes what was appended, and nothing twice
     other = session.fork()                      both go on from here; blocks are shared
@@ -19,25 +19,32 @@ from typing import TYPE_CHECKING, Any
 
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument, InvalidHandle, InvalidState
+from kvcore.llm import LLM
 from kvcore.outputs import RequestOutput
 from kvcore.prompts import Prompt, Prompts
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from kvcore.llm import LLM
-
 
 class Session:
-    """A conversation with an ``LLM``; make one with ``LLM.session``. To be used by one thread at a time."""
+    """A conversation with an ``LLM``. To be used by one thread at a time."""
 
-    def __init__(self, llm: LLM, token_ids: list[int] | None = None) -> None:
+    def __init__(self, llm: LLM, prompt: Prompt | None = None) -> None:
+        """Begin one.
+
+        Args:
+            llm: who answers.
+            prompt: as for ``append``; None: nothing yet.
+        """
         self._llm = llm
         self._prompts = Prompts(llm.tokenizer, llm.name)
-        self._token_ids = list(token_ids or ())
+        self._token_ids: list[int] = []
         self._held: list[Any] = []  # the sequence in the cache; the last, while there are several
         self._closed = False
-        self._hold()
+        if prompt is not None:
+            self.append(prompt)
+            self._hold()
 
     @property
     def token_ids(self) -> list[int]:
@@ -121,7 +128,7 @@ class Session:
     def fork(self) -> Session:
         """Another session with the same tokens; blocks are shared until the two part."""
         self._check_open()
-        return Session(self._llm, self._token_ids)
+        return Session(self._llm, self._token_ids or None)
 
     def rewind(self, num_tokens: int) -> None:
         """Go back to the first ``num_tokens`` tokens.
