@@ -18,6 +18,7 @@ Workloads:
 
     sharegpt      first exchanges
     chat          conversations turn after turn, each with its history, one turn a second after the answer before it
+    instruction   first exchanges, with the same 512 tokens in front of each
     parallel N    N samples of each prompt; contiguous memory shares nothing, so these are N requests there
     beams N       N beams for each prompt, replies cut to 64 tokens; N requests there
 
@@ -89,6 +90,7 @@ class Load:
         conversations: requests of one conversation; a later one comes when the one before has its answer.
         rate: conversations that begin in a second, on average.
         samples, beams: of each prompt.
+        front: tokens that all prompts begin with, beside their own.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Load:
     rate: float
     samples: int = 1
     beams: int = 0
+    front: int = 0
 
 
 @dataclass
@@ -190,6 +193,7 @@ def replay(load: Load, way: str, server: Server, progress: Callable[[int, int], 
         enable_prefix_caching=way == "shared",
     )
     token_ids = [_token_ids(turns) for turns in load.conversations]
+    front = list(range((1 << 31) - load.front, 1 << 31))
     arrivals = _arrivals(load)
     total = sum(map(len, load.conversations))
     prompts: dict[str, Prompt] = {}
@@ -207,7 +211,8 @@ def replay(load: Load, way: str, server: Server, progress: Callable[[int, int], 
             for name, params in _requests(load, way, prompt, f"{conversation}/{turn}"):
                 prompts[name] = prompt
                 prompt.open += 1
-                prompt.sequences.append(engine.add_request(name, token_ids[conversation][: request.prompt], params))
+                ids = front + token_ids[conversation][: request.prompt]
+                prompt.sequences.append(engine.add_request(name, ids, params))
         outputs = engine.step()
         steps += 1
         running += len(engine._scheduler.running)
@@ -290,6 +295,8 @@ def loads(quick: bool, server: Server) -> list[Load]:
         Load("sharegpt", "ShareGPT, first exchanges", first, 8.0),
         Load("chat", "ShareGPT, turn after turn", turns, 4.0),
     ]
+    short = [turns for turns in first if turns[0].total <= server.max_length - 512]
+    result.append(Load("instruction", "Behind an instruction of 512 tokens", short[: len(short) // 2], 8.0, front=512))
     for n in (2, 4) if quick else (2, 4, 6):
         result.append(Load(f"parallel {n}", f"{n} samples of each prompt", first[: len(first) // n], 8.0, samples=n))
     for n in (2, 4) if quick else (2, 4, 6):
