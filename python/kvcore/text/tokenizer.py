@@ -16,7 +16,6 @@ import re
 import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -24,32 +23,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from kvcore.errors import CheckpointError, InvalidArgument
+from kvcore.text.pre_tokenizers import PRE_TOKENIZERS
 from kvcore.text.sentencepiece import SPACE, SentencePieceBpe
-
-# Pre-tokenizers: how text is cut before merging. The names are those of `tokenizer.ggml.pre` and the cuts those of
-# llama.cpp (src/llama-vocab.cpp, llm_tokenizer_bpe), written as in the models' own tokenizer.json where llama.cpp
-# had to rephrase them for std::regex. Each pattern cuts the pieces that the one before it left; what a pattern does
-# not match stays as a piece.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True)
-class _PreTokenizer:
-    patterns: tuple[str, ...]
-    nfc: bool = False  # Unicode normalisation form C first, as the model's own tokenizer.json has it
-    ignore_merges: bool = False  # a piece that is a token stays whole, whatever the merges say
-    add_bos: bool = False  # what holds if the file has no tokenizer.ggml.add_bos_token
-
-
-PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
-    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _PreTokenizer((_GPT2,)),
-    "smollm": _PreTokenizer((r"\p{N}", _GPT2)),
-    "llama-bpe": _PreTokenizer((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), ignore_merges=True, add_bos=True),
-    "qwen2": _PreTokenizer((_CONTRACTIONS + r"\p{N}" + _REST,), nfc=True),
-}
 
 # Token types of GGUF (`tokenizer.ggml.token_type`).
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -194,7 +169,7 @@ class Tokenizer:
             name = "default"
         pre = PRE_TOKENIZERS.get(name)
         if pre is None:
-            known = ", ".join(PRE_TOKENIZERS)
+            known = ", ".join(sorted(PRE_TOKENIZERS))
             raise CheckpointError(f"tokenizer.ggml.pre is {name!r}, which is not supported; supported are {known}")
 
         # Merge parts never hold a plain space: in the byte alphabet it is written as another character.
