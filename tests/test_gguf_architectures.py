@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ggufs import (
     ARCHITECTURE_OF,
     BOOL,
     F32,
+    F64,
+    I64,
+    STRING,
     U32,
+    U64,
     array_entry,
     convert,
     entries_of,
@@ -27,7 +34,7 @@ from ggufs import (
 )
 from kvcore import LLM
 from kvcore.checkpoint.dequantize import dequantize
-from kvcore.checkpoint.gguf import GGUFWeights
+from kvcore.checkpoint.gguf import GGUFFile, GGUFWeights
 from kvcore.checkpoint.gguf.architectures import ARCHITECTURES
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError
@@ -222,3 +229,76 @@ def test_tensors_that_do_not_fit(tmp_path: Path, name: str, tensors: dict[str, A
         for tensor in weights.names():
             weights.shape(tensor)
     assert "x.gguf" in str(error.value)
+
+
+_EDIT = st.tuples(
+    st.integers(0, 2**32),
+    st.integers(0, 255).map(lambda b: bytes([b])) | st.sampled_from([b"\xff" * 8, bytes(8), b"\0\0\0\0\0\0\0\x80"]),
+)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits=st.lists(_EDIT, min_size=1, max_size=4))
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_damaged_header_gives_an_error_or_a_model(name: str, edits: list[tuple[int, bytes]], tmp_path: Path) -> None:
+    """Whatever the numbers in the header are: an error that names the file, and no large allocation."""
+    path = tmp_path / "x.gguf"
+    if not (tmp_path / name).exists():
+        convert(folder_of(name, tmp_path), tmp_path / "whole.gguf")
+    data = bytearray((tmp_path / "whole.gguf").read_bytes())
+    header = min(tensor.begin for tensor in GGUFFile(tmp_path / "whole.gguf").tensors.values())
+    for position, content in edits:
+        data[position % header : position % header + len(content)] = content
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        weights = GGUFWeights.open(path)
+        for tensor in weights.names():
+            weights.shape(tensor)
+            weights.dtype(tensor)
+        FAMILIES.get(weights.to_config()["model_type"], dict)(weights.to_config())
+    except CheckpointError as error:
+        assert str(path) in str(error)  # noqa: PT017
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+VALUES = st.sampled_from(
+    [
+        (U32, 0), (U32, 1), (U32, 2**32 - 1), (U64, 2**64 - 1), (I64, -1), (F32, float("nan")), (F32, float("inf")),
+        (F32, -1.0), (F64, 1e308), (BOOL, 0), (BOOL, 1), (STRING, ""), (STRING, "yarn"), (STRING, "linear"),
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("name", FOLDERS)
+def test_any_value_under_any_key(name: str, data: st.DataObject, tmp_path: Path) -> None:
+    config = json.loads((REFERENCE / name / "config.json").read_text())
+    entries = entries_of(config)
+    at = data.draw(st.integers(1, len(entries) - 1))
+    length = int.from_bytes(entries[at][:8], "little")
+    key = entries[at][8 : 8 + length].decode()
+    kind, value = data.draw(VALUES)
+    changed = data.draw(st.sampled_from(["one", "array", "missing"]))
+    entries[at : at + 1] = {
+        "one": [entry(key, kind, value)],
+        "array": [array_entry(key, kind, [value] * data.draw(st.integers(0, 3)))],
+        "missing": [],
+    }[changed]
+    extra = data.draw(st.sampled_from(["", "rope.scaling.type", "nextn_predict_layers", "expert_count",
+                                       "attention.sliding_window_pattern", "attention.sliding_window"]))  # fmt: skip
+    if extra:
+        entries.append(entry(f"{ARCHITECTURE_OF.get(config['model_type'], config['model_type'])}.{extra}", kind, value))
+    tensors = tensors_of(config, SafetensorsWeights.open(REFERENCE / name))
+    path = write(tmp_path / "x.gguf", file_of(entries, tensors))
+    try:
+        weights = GGUFWeights.open(path)
+        for tensor in weights.names():
+            weights.get(tensor)
+        FAMILIES.get(weights.to_config()["model_type"], dict)(weights.to_config())
+    except CheckpointError as error:
+        assert str(path) in str(error)  # noqa: PT017

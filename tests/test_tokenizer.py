@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from kvcore.checkpoint.config import Config
 from kvcore.errors import CheckpointError, InvalidArgument
 from kvcore.text.pre_tokenizers import PRE_TOKENIZERS
 from kvcore.text.tokenizer import Tokenizer
@@ -205,6 +206,11 @@ def test_chat_templates_of_gguf() -> None:
         ({"merges": ["x yzzy"]}, r"merges do not fit"),
         ({"token_type": [1]}, r"token_type has 1 entries for 259"),
         ({"eos_token_id": 5000}, r"eos_token_id is 5000, but there are only 259"),
+        ({"eos_token_id": "1"}, r"eos_token_id: expected int, got '1'"),
+        ({"add_bos_token": "yes"}, r"add_bos_token: expected bool, got 'yes'"),
+        ({"tokens": "abc"}, r"tokens must hold strings only"),
+        ({"token_type": ["1"] * 259}, r"token_type must hold values of type int only"),
+        ({"pre": 3}, r"pre: expected str, got 3"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, r"twice.*'a'"),
     ],
 )
@@ -215,6 +221,29 @@ def test_damaged_gguf(changes: dict[str, Any], message: str) -> None:
     metadata = {key: value for key, value in metadata.items() if value is not None}
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         Tokenizer.from_gguf(metadata)
+
+
+ODD: tuple[Any, ...] = (
+    None, 0, -1, 10**6, 2**64, 1.5, float("nan"), True, "", "x", b"x", [], [0], ["a"], [None], ["a b"] * 3, [[1]],
+    np.array([1, 2]), np.array([1.0] * 259), np.array([7] * 259), np.array([], bool), np.array(1), {"a": 1},
+)  # fmt: skip
+
+
+@given(st.data())
+@pytest.mark.parametrize("metadata", [gguf_bpe("gpt-2", ("h e",)), SENTENCEPIECE["metadata"]], ids=["gpt2", "llama"])
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer.ggml.pre")
+def test_any_value_under_any_key(metadata: dict[str, Any], data: st.DataObject) -> None:
+    """A tokenizer, or an error that says what is wrong: nothing else comes of a stranger's file."""
+    metadata = Config(metadata, "x.gguf")
+    keys = [*metadata, "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.unknown_token_id", "tokenizer.chat_template"]
+    for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)):
+        metadata[key] = data.draw(st.sampled_from(ODD))
+    try:
+        tokenizer = Tokenizer.from_gguf(metadata)
+    except CheckpointError as error:
+        assert str(error).startswith("x.gguf: ")  # noqa: PT017
+    else:
+        tokenizer.decode(tokenizer.encode("he said"))
 
 
 def test_missing_pre_warns() -> None:

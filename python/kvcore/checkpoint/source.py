@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvcore.checkpoint.config import Config, GenerationConfig, load_config, load_generation_config, refuse_quantization
+from kvcore.checkpoint.config import Config, GenerationConfig, load_config, load_generation_config
+from kvcore.checkpoint.fp8 import Fp8Weights, fp8_scheme
 from kvcore.checkpoint.gguf import GGUFWeights
 from kvcore.checkpoint.weights import PICKLE_ADVICE, PICKLE_SUFFIXES, SafetensorsWeights, Weights
 from kvcore.errors import CheckpointError, InvalidArgument
@@ -93,9 +94,11 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
         # say what is there: a pickle alone, or an empty folder, deserves its own message
         SafetensorsWeights.open(folder)
     config = load_config(folder)
-    refuse_quantization(config)
+    scheme = fp8_scheme(config)
     generation = load_generation_config(folder, config)
-    return Checkpoint(name, config, generation, SafetensorsWeights.open(folder), folder, folder)
+    stored = SafetensorsWeights.open(folder)
+    weights = stored if scheme is None else Fp8Weights(stored, scheme)
+    return Checkpoint(name, config, generation, weights, folder, folder)
 
 
 def open_gguf(path: Path, name: str) -> Checkpoint:

@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.checkpoint.config import Config
 from kvcore.checkpoint.dequantize import BLOCKS, KNOWN_TYPES, dequantize
 from kvcore.checkpoint.weights import map_file
 from kvcore.errors import CheckpointError
@@ -112,7 +113,7 @@ class GGUFFile:
     Attributes:
         path: the file.
         metadata: its entries. Numbers, booleans and strings are Python's; arrays of strings are ``StringArray``,
-            other arrays read-only numpy arrays.
+            other arrays read-only numpy arrays. Its ``source`` is the file.
         tensors: its tensors by name.
     """
 
@@ -124,7 +125,7 @@ class GGUFFile:
                 the file and what about it is wrong.
         """
         self.path = Path(path)
-        self.metadata: dict[str, Any] = {}
+        self.metadata = Config(source=str(self.path))
         self.tensors: dict[str, GGUFTensor] = {}
         self._bytes = map_file(self.path)
         self._data = self._bytes.data

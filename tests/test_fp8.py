@@ -1,0 +1,163 @@
+"""Checkpoints with float8 weights and scales."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import LLM
+from kvcore.checkpoint.fp8 import Fp8Scheme, Fp8Weights, fp8_scheme
+from kvcore.checkpoint.source import open_checkpoint
+from kvcore.checkpoint.weights import SafetensorsWeights
+from kvcore.errors import CheckpointError
+from models import EXACT, REFERENCE
+
+DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+F8 = ml_dtypes.float8_e4m3fn
+TYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+
+
+def save(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """safetensors with float8, which the package's numpy side does not write."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        content = np.ascontiguousarray(array).tobytes()
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": TYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": offsets}
+        data += content
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def opened(folder: Path, tensors: dict[str, np.ndarray], block: tuple[int, int] | None) -> Fp8Weights:
+    save(folder, tensors)
+    return Fp8Weights(SafetensorsWeights.open(folder), Fp8Scheme(block))
+
+
+def codes(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(F8)
+
+
+@given(st.data())
+def test_blocks(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Every value is its code times the scale of its block, also at edges that no block fills."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=3)))
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    weight = codes(*shape)
+    scale_shape = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+    scale = np.random.default_rng(1).uniform(0.1, 2, scale_shape).astype(np.float32)
+    folder = tmp_path_factory.mktemp("fp8")
+    weights = opened(folder, {"a.weight": weight, "a.weight_scale_inv": scale}, (rows, columns))
+    got = weights.get("a.weight")
+    assert got.dtype == weights.dtype("a.weight") == np.float32
+    for index in np.ndindex(*shape):
+        of_block = scale[(*index[:-2], index[-2] // rows, index[-1] // columns)]
+        assert got[index] == np.float32(weight[index]) * of_block
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1)])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_scales_of_a_tensor_or_of_rows(tmp_path: Path, shape: tuple[int, ...], dtype: Any) -> None:
+    scale = np.linspace(0.5, 2, int(np.prod(shape))).astype(dtype).reshape(shape)
+    tensors = {"a.weight": codes(3, 5), "a.weight_scale": scale, "a.input_scale": np.ones(1, np.float32)}
+    weights = opened(tmp_path, tensors | {"norm.weight": np.ones(5, ml_dtypes.bfloat16)}, None)
+    by_row = scale.astype(np.float32).reshape(-1, 1)
+    assert np.array_equal(weights.get("a.weight"), tensors["a.weight"].astype(np.float32) * by_row)
+    assert weights.names() == ["a.weight", "norm.weight"]
+    assert "a.weight_scale" not in weights
+    assert "a.weight" in weights
+    assert weights.blocks("a.weight") is None
+    assert weights.unused() == ["norm.weight"]
+    assert weights.get("norm.weight").dtype == weights.dtype("norm.weight") == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("tensors", "block", "message"),
+    [
+        ({"a.weight": codes(3, 5)}, None, r"'a.weight_scale_inv': expected beside 'a.weight', got no such tensor"),
+        ({"a.weight": codes(3, 5), "a.weight_scale": np.ones(5, np.float32)}, None, r"shape \[\] or .*, got \(5,\)"),
+        ({"a.weight": codes(3, 5), "a.weight_scale_inv": np.ones((2, 1), np.float32)}, (2, 4), r"shape \[2, 2\], got"),
+        ({"a.weight": codes(3), "a.weight_scale": np.ones(1, np.float32)}, None, r"expected a matrix in float8"),
+        ({"a.weight": codes(3, 3), "a.weight_scale": codes(1)}, None, r"'a.weight_scale': expected F32, F16, BF16"),
+    ],
+)  # fmt: skip
+def test_scales_that_do_not_fit(
+    tmp_path: Path, tensors: dict[str, np.ndarray], block: tuple[int, int] | None, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as error:
+        opened(tmp_path, tensors, block)
+    assert "model.safetensors" in str(error.value)
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", **weights}}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+def test_schemes() -> None:
+    assert fp8_scheme({}) is fp8_scheme({"quantization_config": None}) is None
+    assert fp8_scheme({"quantization_config": DEEPSEEK}) == Fp8Scheme((128, 128))
+    assert fp8_scheme({"quantization_config": {"quant_method": "fp8"}}) == Fp8Scheme(None)
+    assert fp8_scheme({"quantization_config": {"quant_method": "fbgemm_fp8"}}) == Fp8Scheme(None)
+    assert fp8_scheme({"quantization_config": compressed(strategy="channel")}) == Fp8Scheme(None)
+    assert fp8_scheme({"compression_config": compressed(block_structure=[4, 8])}) == Fp8Scheme((4, 8))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantised by gptq, which is not supported"),
+        ({"bits": 4}, "quantised by an unnamed method"),
+        ([4], "quantised by an unnamed method"),
+        ({**DEEPSEEK, "fmt": "e5m2"}, "quantised by fp8 in the format e5m2"),
+        ({**DEEPSEEK, "weight_block_size": [0, 1]}, r"weight_block_size\[0\]: expected a number"),
+        ({**DEEPSEEK, "weight_block_size": [128]}, "weight_block_size: expected two sizes of at least 1"),
+        (compressed(type="int", num_bits=4), "quantised by compressed-tensors as int of 4 bits"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors in 0 ways"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "config_groups: expected an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "a: expected an object"),
+    ],
+)
+def test_other_methods_are_refused_by_name(entry: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        fp8_scheme({"quantization_config": entry})
+
+
+def test_a_quantised_folder_is_the_model_of_its_products(tmp_path: Path) -> None:
+    """The same logits as a folder that holds codes times scales."""
+    original = SafetensorsWeights.open(REFERENCE / "llama_gqa")
+    quantised: dict[str, np.ndarray] = {}
+    expanded: dict[str, np.ndarray] = {}
+    for name in original.names():
+        weight = original.get(name).astype(np.float32)
+        if weight.ndim == 1 or "embed" in name or "lm_head" in name:
+            quantised[name] = expanded[name] = weight
+            continue
+        blocks = [-(-size // 16) for size in weight.shape]
+        scale = np.random.default_rng(len(quantised)).uniform(0.5, 2, blocks).astype(np.float32) / 64
+        wide = scale.repeat(16, 0).repeat(16, 1)[: weight.shape[0], : weight.shape[1]]
+        quantised[name] = (weight / wide).astype(F8)
+        quantised[f"{name}_scale_inv"] = scale
+        expanded[name] = quantised[name].astype(np.float32) * wide
+    ids, logits = list(range(3, 40)), []
+    for name, tensors, extra in (
+        ("fp8", quantised, {"quantization_config": {**DEEPSEEK, "weight_block_size": [16, 16]}}),
+        ("f32", expanded, {}),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(REFERENCE / "llama_gqa", folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | extra))
+        save(folder, tensors)
+        with LLM(folder, num_kv_blocks=8, **EXACT) as llm:
+            logits.append(llm.logits(ids))
+        assert open_checkpoint(folder).weights.unused() == open_checkpoint(folder).weights.names()
+    assert np.array_equal(*logits)
