@@ -33,9 +33,6 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
     type Coef<S: Simd>: bytemuck::Pod + Send + Sync;
     /// Inputs of a step.
     const STEP: usize;
-    /// Rows of the largest tile on a level with 16 accumulators or more: its sums, a step's weights and a factor fill the
-    /// registers.
-    const MAX_ROWS: usize;
 
     /// A row's steps; zeros behind its end.
     fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]);
@@ -52,7 +49,6 @@ impl<F: Format<Raw: Send + Sync>> Weights for F {
     type Raw = <F as Format>::Raw;
     type Coef<S: Simd> = <F as Format>::Coef<S>;
     const STEP: usize = <F as Format>::STEP;
-    const MAX_ROWS: usize = 12;
 
     #[inline(always)]
     fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]) {
@@ -182,7 +178,7 @@ impl<S: Simd, F: Weights> Work<S> for Task<'_, S, F> {
     #[inline(always)]
     fn run(mut self, s: S) {
         let rows = self.out.len();
-        let tiles = rows.div_ceil(max_rows::<S, F>());
+        let tiles = rows.div_ceil(max_rows::<S>());
         let slice = (SLICE / size_of::<[F::Raw; GROUP]>()).min(self.steps);
         let mut waiting = vec![[[0.0; LANES]; GROUP]; if slice < self.steps { rows } else { 0 }];
         for group in 0..self.weights.len() / self.steps {
@@ -198,10 +194,9 @@ impl<S: Simd, F: Weights> Work<S> for Task<'_, S, F> {
     }
 }
 
-/// Rows of the largest tile.
-#[inline(always)]
-const fn max_rows<S: Simd, F: Weights>() -> usize {
-    if S::ACCUMULATORS >= 16 { F::MAX_ROWS } else { 2 }
+/// Rows of the largest tile: with 12 its sums, a step's weights and a factor fill 32 registers.
+const fn max_rows<S: Simd>() -> usize {
+    if S::ACCUMULATORS >= 16 { 12 } else { 2 }
 }
 
 /// One register tile: rows from `row` on, 32 outputs, steps from `start` to `end`.
@@ -225,9 +220,8 @@ impl<S: Simd, F: Weights> Tile<'_, '_, S, F> {
                 }
             };
         }
-        match max_rows::<S, F>() {
+        match max_rows::<S>() {
             12 => by_rows!(1 2 3 4 5 6 7 8 9 10 11 12),
-            8 => by_rows!(1 2 3 4 5 6 7 8),
             _ => by_rows!(1 2),
         }
     }

@@ -24,8 +24,11 @@ use crate::{Error, Result};
 /// Inputs that share a scale.
 pub(super) const GROUP_INPUTS: usize = 32;
 
-/// A group of a row: its 32 integers, the bits of its scale, and the sum of the integers.
+/// A group of a row: its 32 integers; the bits of its scale; and their sum, as the bits of an f32 where it is to be multiplied by
+/// minima, and -128 times it where all minima are -128 scales.
 type RowGroup = [i32; GROUP_INPUTS / 4 + 2];
+const SCALE: usize = GROUP_INPUTS / 4;
+const SUM: usize = SCALE + 1;
 
 /// 4-bit weights: for 16 outputs four times the codes of inputs `4 c..` (low halves) and `16 + 4 c..` (high halves), then
 /// 16 scales and 16 minima, as halves.
@@ -59,16 +62,15 @@ const HALVES: usize = 2 * LANES;
 
 /// What both formats share: their steps differ in how they are unpacked alone.
 macro_rules! groups_of_32 {
-    ($name:ident, $bytes:expr) => {
+    ($name:ident, $bytes:expr, $minima:expr) => {
         impl Weights for $name {
             type Raw = [u8; $bytes];
             type Coef<S: Simd> = RowGroup;
             const STEP: usize = GROUP_INPUTS;
-            const MAX_ROWS: usize = 8;
 
             #[inline(always)]
             fn coefs<S: Simd>(_: S, x: &[f32], out: &mut [RowGroup]) {
-                round_row(x, out);
+                round_row::<$minima>(x, out);
             }
 
             #[inline(always)]
@@ -76,20 +78,24 @@ macro_rules! groups_of_32 {
                 s: S,
                 sums: &mut [[S::F32; GROUP]; M],
                 weights: &[Self::Raw; GROUP],
-                row: [&RowGroup; M],
+                rows: [&RowGroup; M],
             ) {
-                for (g, raw) in weights.iter().enumerate() {
-                    let (bytes, scale, minimum) = Self::unpack(s, raw);
-                    dot(s, sums, g, bytes, scale, minimum, row);
+                let panels = [Self::unpack(s, &weights[0]), Self::unpack(s, &weights[1])];
+                let (pairs, last) = sums.as_chunks_mut::<2>();
+                for (i, sums) in pairs.iter_mut().enumerate() {
+                    dot::<S, 2, $minima>(s, sums, &panels, [rows[2 * i], rows[2 * i + 1]]);
+                }
+                if let [sums] = last {
+                    dot::<S, 1, $minima>(s, std::array::from_mut(sums), &panels, [rows[M - 1]]);
                 }
             }
         }
     };
 }
-groups_of_32!(Int4, INT4_CODES + 2 * HALVES);
-groups_of_32!(Int8, INT8_CODES + HALVES);
+groups_of_32!(Int4, INT4_CODES + 2 * HALVES, true);
+groups_of_32!(Int8, INT8_CODES + HALVES, false);
 
-/// A step's codes, scales and minima.
+/// A step's codes, scales and minima (which are not looked at where all are -128 scales).
 type Unpacked<S> = ([<S as Simd>::Bytes; GROUP_INPUTS / 4], <S as Simd>::F32, <S as Simd>::F32);
 
 impl Int4 {
@@ -113,7 +119,7 @@ impl Int8 {
             *bytes = s.load_bytes(codes);
         }
         let scale = half_lanes(s, halves);
-        (bytes, scale, s.mul(scale, s.splat(-128.0)))
+        (bytes, scale, scale)
     }
 }
 
@@ -122,54 +128,79 @@ fn half_lanes<S: Simd>(s: S, halves: &[u8]) -> S::F32 {
     s.load_f16(&bytemuck::pod_read_unaligned(halves))
 }
 
-/// Add one group's products with `M` rows to their sums of panel `g`.
+/// Add one group's products with `R` rows to their sums. By step, row and panel in turn: a product waits for the one before
+/// it, and a factor is loaded once for both panels.
 #[inline(always)]
-fn dot<S: Simd, const M: usize>(
+fn dot<S: Simd, const R: usize, const MINIMA: bool>(
     s: S,
-    sums: &mut [[S::F32; GROUP]; M],
-    g: usize,
-    bytes: [S::Bytes; GROUP_INPUTS / 4],
-    scale: S::F32,
-    minimum: S::F32,
-    row: [&RowGroup; M],
+    sums: &mut [[S::F32; GROUP]; R],
+    panels: &[Unpacked<S>; GROUP],
+    rows: [&RowGroup; R],
 ) {
-    for m in 0..M {
-        let mut whole = s.zero_i32();
-        for (k, &bytes) in bytes.iter().enumerate() {
-            whole = s.dot_bytes(whole, bytes, bytemuck::cast_ref(&row[m][k]));
+    let mut whole = [[s.splat_i32(0); GROUP]; R];
+    if !MINIMA {
+        for r in 0..R {
+            whole[r] = [s.splat_i32(rows[r][SUM]); GROUP];
         }
-        let sum = row[m][GROUP_INPUTS / 4 + 1] as f32;
-        let row_scale = f32::from_bits(row[m][GROUP_INPUTS / 4] as u32);
-        let group = s.mul_add(scale, s.to_f32(whole), s.mul(minimum, s.splat(sum)));
-        sums[m][g] = s.mul_add(group, s.splat(row_scale), sums[m][g]);
+    }
+    for k in 0..GROUP_INPUTS / 4 {
+        for r in 0..R {
+            for p in 0..GROUP {
+                whole[r][p] = s.dot_bytes(whole[r][p], panels[p].0[k], bytemuck::cast_ref(&rows[r][k]));
+            }
+        }
+    }
+    for r in 0..R {
+        let factor = s.splat(f32::from_bits(rows[r][SCALE] as u32));
+        let sum = s.splat(f32::from_bits(rows[r][SUM] as u32));
+        for p in 0..GROUP {
+            let (_, scale, minimum) = panels[p];
+            let whole = s.to_f32(whole[r][p]);
+            let group = if MINIMA { s.mul_add(scale, whole, s.mul(minimum, sum)) } else { s.mul(scale, whole) };
+            sums[r][p] = s.mul_add(group, factor, sums[r][p]);
+        }
     }
 }
 
-/// A row's groups; zeros behind its end.
+/// A row's groups; zeros behind its end. In arrays of 16 and 32, which compile to a few vectors.
 #[inline(always)]
-fn round_row(x: &[f32], out: &mut [RowGroup]) {
+fn round_row<const MINIMA: bool>(x: &[f32], out: &mut [RowGroup]) {
+    /// What is added to it becomes a whole number, ties to even, in the low bits.
+    const WHOLE: f32 = 1.5 * (1 << 23) as f32;
     for (x, out) in x.chunks(GROUP_INPUTS).zip(out) {
         let mut values = [0.0; GROUP_INPUTS];
         values[..x.len()].copy_from_slice(x);
-        let mut largest = 0.0f32;
-        let mut sane = 0.0f32;
-        for &x in &values {
-            largest = if x.abs() > largest { x.abs() } else { largest };
-            // Not a number as soon as one value is none, or infinite.
-            sane += x * 0.0;
+        let mut largest = [0.0f32; LANES];
+        // Not numbers as soon as one value is none, or infinite.
+        let mut sane = [0.0f32; LANES];
+        for half in values.as_chunks::<LANES>().0 {
+            for i in 0..LANES {
+                largest[i] = if half[i].abs() > largest[i] { half[i].abs() } else { largest[i] };
+                sane[i] += half[i] * 0.0;
+            }
         }
+        let mut width = LANES / 2;
+        while width > 0 {
+            for i in 0..width {
+                largest[i] = if largest[i + width] > largest[i] { largest[i + width] } else { largest[i] };
+                sane[i] += sane[i + width];
+            }
+            width /= 2;
+        }
+        let (largest, sane) = (largest[0], sane[0]);
         // Below that the reciprocal is infinite; such rows are zeros.
         let inverse = if largest >= f32::MIN_POSITIVE * 256.0 && largest.is_finite() { 127.0 / largest } else { 0.0 };
         let scale = if inverse > 0.0 { largest / 127.0 } else { 0.0 };
         let mut codes = [0i8; GROUP_INPUTS];
-        let mut sum = 0;
-        for (code, &x) in codes.iter_mut().zip(&values) {
-            *code = (x * inverse).round_ties_even() as i8;
-            sum += i32::from(*code);
+        let mut sum = 0i32;
+        for i in 0..GROUP_INPUTS {
+            let code = (values[i] * inverse + WHOLE).to_bits().wrapping_sub(WHOLE.to_bits()) as i32;
+            codes[i] = code as i8;
+            sum = sum.wrapping_add(code);
         }
-        out[..GROUP_INPUTS / 4].copy_from_slice(&bytemuck::cast::<_, [i32; GROUP_INPUTS / 4]>(codes));
-        out[GROUP_INPUTS / 4] = (scale + sane).to_bits() as i32;
-        out[GROUP_INPUTS / 4 + 1] = sum;
+        out[..SCALE].copy_from_slice(&bytemuck::cast::<_, [i32; GROUP_INPUTS / 4]>(codes));
+        out[SCALE] = (scale + sane).to_bits() as i32;
+        out[SUM] = if MINIMA { (sum as f32).to_bits() as i32 } else { sum.wrapping_mul(-128) };
     }
 }
 
@@ -270,25 +301,20 @@ pub(super) fn pack<F: Quantized>(
     let items: Vec<_> = packed.chunks_mut(steps).enumerate().collect();
     let too_large = AtomicBool::new(false);
     threads.for_each(items, NEVER, |(g, group)| {
-        for panel in 0..GROUP {
-            for lane in 0..LANES {
-                let output = g * GROUP_OUTPUTS + panel * LANES + lane;
-                if output >= outputs {
-                    continue;
+        for lane in 0..GROUP_OUTPUTS.min(outputs - g * GROUP_OUTPUTS) {
+            let output = g * GROUP_OUTPUTS + lane;
+            for (step, raw) in group.iter_mut().enumerate() {
+                let codes = F::of_blocks(source, output * steps + step).unwrap_or_else(|| {
+                    let mut values = [0.0; GROUP_INPUTS];
+                    let from = step * GROUP_INPUTS;
+                    let values_in = &mut values[..GROUP_INPUTS.min(inputs - from)];
+                    source.read(output * inputs + from, values_in);
+                    F::of_values(&values)
+                });
+                if codes.scale.is_infinite() || codes.minimum.is_infinite() {
+                    too_large.store(true, Ordering::Relaxed);
                 }
-                for (step, raw) in group.iter_mut().enumerate() {
-                    let codes = F::of_blocks(source, output * steps + step).unwrap_or_else(|| {
-                        let mut values = [0.0; GROUP_INPUTS];
-                        let from = step * GROUP_INPUTS;
-                        let values_in = &mut values[..GROUP_INPUTS.min(inputs - from)];
-                        source.read(output * inputs + from, values_in);
-                        F::of_values(&values)
-                    });
-                    if codes.scale.is_infinite() || codes.minimum.is_infinite() {
-                        too_large.store(true, Ordering::Relaxed);
-                    }
-                    F::put(&codes, lane, &mut raw[panel]);
-                }
+                F::put(&codes, lane % LANES, &mut raw[lane / LANES]);
             }
         }
     })?;

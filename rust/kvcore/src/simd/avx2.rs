@@ -283,9 +283,9 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn zero_i32(self) -> Self::I32 {
+    fn splat_i32(self, x: i32) -> Self::I32 {
         // SAFETY: `self` proves the feature.
-        unsafe { (_mm256_setzero_si256(), _mm256_setzero_si256()) }
+        unsafe { (_mm256_set1_epi32(x), _mm256_set1_epi32(x)) }
     }
     #[inline(always)]
     fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32 {

@@ -1,11 +1,12 @@
-//! AVX-512 without bf16 instructions (F, BW, DQ, VL): bf16, fp8 and int8 pairs are widened to f32.
+//! AVX-512 without bf16 instructions (F, BW, DQ, VL, VNNI): bf16, fp8 and int8 pairs are widened to f32. (The first server
+//! CPUs with AVX-512 lack the byte products of VNNI; they run on AVX2.)
 
 use std::arch::x86_64::*;
 
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
-/// Proof that the CPU has AVX-512 F, BW, DQ and VL, and FMA.
+/// Proof that the CPU has AVX-512 F, BW, DQ, VL and VNNI, and FMA.
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512(());
 
@@ -16,6 +17,7 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma");
         has.then_some(Self(()))
@@ -143,9 +145,14 @@ macro_rules! f32_in_one_register {
             }
         }
         #[inline(always)]
-        fn zero_i32(self) -> __m512i {
+        fn splat_i32(self, x: i32) -> __m512i {
             // SAFETY: `self` proves the feature.
-            unsafe { _mm512_setzero_si512() }
+            unsafe { _mm512_set1_epi32(x) }
+        }
+        #[inline(always)]
+        fn dot_bytes(self, acc: __m512i, w: __m512i, a: &[i8; 4]) -> __m512i {
+            // SAFETY: `self` proves the feature.
+            unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(i32::from_le_bytes(a.map(|a| a as u8)))) }
         }
         #[inline(always)]
         fn to_f32(self, x: __m512i) -> __m512 {
@@ -237,7 +244,7 @@ impl Simd for Avx512 {
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
         #[inline(never)]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
         fn enabled<W: Work<Avx512>>(s: Avx512, work: W) -> W::Output {
             work.run(s)
         }
@@ -287,17 +294,5 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn dot_pair(self, acc: __m512, x: Self::Pair, q: &[f32; 2]) -> __m512 {
         self.mul_add(x.1, self.splat(q[1]), self.mul_add(x.0, self.splat(q[0]), acc))
-    }
-    #[inline(always)]
-    fn dot_bytes(self, acc: __m512i, w: __m512i, a: &[i8; 4]) -> __m512i {
-        // SAFETY: `self` proves the feature.
-        unsafe {
-            // Bytes in even and in odd places, as 16 bits: products of 8 bits added in pairs would not fit into 16.
-            let a = _mm512_set1_epi32(i32::from_le_bytes(a.map(|a| a as u8)));
-            let (even, odd) = (_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(a)), _mm512_srai_epi16::<8>(a));
-            let low = _mm512_and_si512(w, _mm512_set1_epi16(0x00ff));
-            let sum = _mm512_madd_epi16(_mm512_srli_epi16::<8>(w), odd);
-            _mm512_add_epi32(acc, _mm512_add_epi32(_mm512_madd_epi16(low, even), sum))
-        }
     }
 }

@@ -1,5 +1,4 @@
-//! AVX-512 with dot products of bf16 and of bytes, and byte permutes (BF16, VNNI, VBMI): fp8 widens to bf16 by table
-//! look-up.
+//! AVX-512 with dot products of bf16 and byte permutes (BF16, VBMI): fp8 widens to bf16 by table look-up.
 
 use std::arch::x86_64::*;
 
@@ -7,16 +6,14 @@ use super::avx512::{Avx512, f32_in_one_register, widen_int8};
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
-/// Proof that the CPU has what [`Avx512`] asks for, and AVX-512 BF16, VNNI and VBMI.
+/// Proof that the CPU has what [`Avx512`] asks for, and AVX-512 BF16 and VBMI.
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512Bf16(());
 
 impl Avx512Bf16 {
     /// `None` if the CPU lacks a feature.
     pub fn new() -> Option<Self> {
-        let has = is_x86_feature_detected!("avx512bf16")
-            && is_x86_feature_detected!("avx512vbmi")
-            && is_x86_feature_detected!("avx512vnni");
+        let has = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi");
         Avx512::new().filter(|_| has).map(|_| Self(()))
     }
 
@@ -154,10 +151,5 @@ impl Simd for Avx512Bf16 {
             let q: __m512bh = std::mem::transmute(_mm512_set1_epi32(*q as i32));
             _mm512_dpbf16_ps(acc, x, q)
         }
-    }
-    #[inline(always)]
-    fn dot_bytes(self, acc: __m512i, w: __m512i, a: &[i8; 4]) -> __m512i {
-        // SAFETY: `self` proves the feature.
-        unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(i32::from_le_bytes(a.map(|a| a as u8)))) }
     }
 }

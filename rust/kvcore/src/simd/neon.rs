@@ -271,8 +271,8 @@ impl Simd for Neon {
         (each!(|I| vandq_u8(x[I], vdupq_n_u8(0x0f))), each!(|I| vshrq_n_u8::<4>(x[I])))
     }
     #[inline(always)]
-    fn zero_i32(self) -> Self::I32 {
-        each!(|_I| vdupq_n_s32(0))
+    fn splat_i32(self, x: i32) -> Self::I32 {
+        each!(|_I| vdupq_n_s32(x))
     }
     #[inline(always)]
     fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32 {

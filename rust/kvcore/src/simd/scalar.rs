@@ -187,8 +187,8 @@ impl Simd for Scalar {
         (x.map(|x| x & 0x0f), x.map(|x| x >> 4))
     }
     #[inline(always)]
-    fn zero_i32(self) -> Self::I32 {
-        [0; LANES]
+    fn splat_i32(self, x: i32) -> Self::I32 {
+        [x; LANES]
     }
     #[inline(always)]
     fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32 {

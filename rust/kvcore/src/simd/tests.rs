@@ -60,11 +60,11 @@ impl<S: Simd> Work<S> for Suite {
         let w = s.load_bytes(&bytes);
         let (low, high) = s.nibbles(w);
         for a in [[1i8, -2, 3, -4], [127, 127, 127, 127], [-128, -128, -128, -128], [-128, 127, 0, 5]] {
-            let twice = s.dot_bytes(s.dot_bytes(s.zero_i32(), w, &a), w, &a);
+            let twice = s.dot_bytes(s.dot_bytes(s.splat_i32(0), w, &a), w, &a);
             for (got, byte) in [
                 (s.to_f32(twice), &(|x: u8| 2 * i32::from(x)) as &dyn Fn(u8) -> i32),
-                (s.to_f32(s.dot_bytes(s.zero_i32(), low, &a)), &|x: u8| i32::from(x & 15)),
-                (s.to_f32(s.dot_bytes(s.zero_i32(), high, &a)), &|x: u8| i32::from(x >> 4)),
+                (s.to_f32(s.dot_bytes(s.splat_i32(0), low, &a)), &|x: u8| i32::from(x & 15)),
+                (s.to_f32(s.dot_bytes(s.splat_i32(0), high, &a)), &|x: u8| i32::from(x >> 4)),
             ] {
                 for i in 0..LANES {
                     let expected: i32 = (0..4).map(|k| byte(bytes[4 * i + k]) * i32::from(a[k])).sum();

@@ -95,8 +95,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_bytes(self, x: &[u8; 4 * LANES]) -> Self::Bytes;
     /// The low half of each byte, and the high one.
     fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes);
-    /// Zero in all lanes.
-    fn zero_i32(self) -> Self::I32;
+    /// `x` in all lanes.
+    fn splat_i32(self, x: i32) -> Self::I32;
     /// `acc + w.0 * a.0 + .. + w.3 * a.3` per lane, of unsigned `w` and signed `a`; exact.
     fn dot_bytes(self, acc: Self::I32, w: Self::Bytes, a: &[i8; 4]) -> Self::I32;
     /// The nearest f32.
