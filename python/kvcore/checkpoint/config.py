@@ -62,6 +62,10 @@ class ConfigReader:
         """Whether the key is there and not null."""
         return self._config.get(key) is not None
 
+    def keys(self) -> list[str]:
+        """All keys."""
+        return list(self._config)
+
     @overload
     def integer(self, key: str, *, minimum: int = ..., maximum: int = ...) -> int: ...
     @overload

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvcore.checkpoint.config import Config, GenerationConfig, load_config, load_generation_config
-from kvcore.checkpoint.fp8 import Fp8Weights, fp8_scheme
 from kvcore.checkpoint.gguf import GGUFWeights
+from kvcore.checkpoint.quantization import check_quantization, expanded
 from kvcore.checkpoint.weights import PICKLE_ADVICE, PICKLE_SUFFIXES, SafetensorsWeights, Weights
 from kvcore.errors import CheckpointError, InvalidArgument
 
@@ -94,10 +94,9 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
         # say what is there: a pickle alone, or an empty folder, deserves its own message
         SafetensorsWeights.open(folder)
     config = load_config(folder)
-    scheme = fp8_scheme(config)
+    check_quantization(config)  # before a missing shard is complained of
     generation = load_generation_config(folder, config)
-    stored = SafetensorsWeights.open(folder)
-    weights = stored if scheme is None else Fp8Weights(stored, scheme)
+    weights = expanded(config, SafetensorsWeights.open(folder))
     return Checkpoint(name, config, generation, weights, folder, folder)
 
 

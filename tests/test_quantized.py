@@ -1,4 +1,4 @@
-"""Checkpoints with float8 weights and scales."""
+"""Safetensors with quantised weights: float8 and mxfp4."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import LLM
-from kvcore.checkpoint.fp8 import Fp8Scheme, Fp8Weights, fp8_scheme
+from kvcore.checkpoint.quantization import check_quantization, expanded
+from kvcore.checkpoint.quantized import QuantizedWeights
 from kvcore.checkpoint.source import open_checkpoint
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError
@@ -22,7 +24,7 @@ from models import EXACT, REFERENCE
 
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 F8 = ml_dtypes.float8_e4m3fn
-TYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+TYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
 
 
 def save(folder: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -37,9 +39,15 @@ def save(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def opened(folder: Path, tensors: dict[str, np.ndarray], block: tuple[int, int] | None) -> Fp8Weights:
+def opened(folder: Path, tensors: dict[str, np.ndarray], block: tuple[int, int] | None) -> QuantizedWeights:
+    return opened_as(folder, tensors, {"quant_method": "fp8", "weight_block_size": block})
+
+
+def opened_as(folder: Path, tensors: dict[str, np.ndarray], entry: dict[str, Any]) -> QuantizedWeights:
     save(folder, tensors)
-    return Fp8Weights(SafetensorsWeights.open(folder), Fp8Scheme(block))
+    weights = expanded({"quantization_config": entry}, SafetensorsWeights.open(folder))
+    assert isinstance(weights, QuantizedWeights)
+    return weights
 
 
 def codes(*shape: int) -> np.ndarray:
@@ -83,7 +91,7 @@ def test_scales_of_a_tensor_or_of_rows(tmp_path: Path, shape: tuple[int, ...], d
     ("tensors", "block", "message"),
     [
         ({"a.weight": codes(3, 5)}, None, r"'a.weight_scale_inv': expected beside 'a.weight', got no such tensor"),
-        ({"a.weight": codes(3, 5), "a.weight_scale": np.ones(5, np.float32)}, None, r"shape \[\] or .*, got \(5,\)"),
+        ({"a.weight": codes(3, 5), "a.weight_scale": np.ones(5, np.float32)}, None, r"shape \[\] or .*, got \[5\]"),
         ({"a.weight": codes(3, 5), "a.weight_scale_inv": np.ones((2, 1), np.float32)}, (2, 4), r"shape \[2, 2\], got"),
         ({"a.weight": codes(3), "a.weight_scale": np.ones(1, np.float32)}, None, r"expected a matrix in float8"),
         ({"a.weight": codes(3, 3), "a.weight_scale": codes(1)}, None, r"'a.weight_scale': expected F32, F16, BF16"),
@@ -102,13 +110,21 @@ def compressed(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
 
 
-def test_schemes() -> None:
-    assert fp8_scheme({}) is fp8_scheme({"quantization_config": None}) is None
-    assert fp8_scheme({"quantization_config": DEEPSEEK}) == Fp8Scheme((128, 128))
-    assert fp8_scheme({"quantization_config": {"quant_method": "fp8"}}) == Fp8Scheme(None)
-    assert fp8_scheme({"quantization_config": {"quant_method": "fbgemm_fp8"}}) == Fp8Scheme(None)
-    assert fp8_scheme({"quantization_config": compressed(strategy="channel")}) == Fp8Scheme(None)
-    assert fp8_scheme({"compression_config": compressed(block_structure=[4, 8])}) == Fp8Scheme((4, 8))
+def test_what_is_taken(tmp_path: Path) -> None:
+    """The same codes and one scale, by every method that has such."""
+    tensors = {"a.weight": codes(4, 8), "a.weight_scale": np.full((1, 1), 0.5, np.float32)}
+    want = tensors["a.weight"].astype(np.float32) / 2
+    for entry in (
+        {**DEEPSEEK, "weight_block_size": [4, 8]},
+        {"quant_method": "fbgemm_fp8", "weight_block_size": [128, 128]},
+        compressed(block_structure=[4, 8]),
+    ):
+        assert np.array_equal(opened_as(tmp_path, tensors, entry).get("a.weight"), want)
+    tensors["a.weight_scale"] = np.full((4, 1), 0.5, np.float32)
+    for entry in ({"quant_method": "fp8"}, {"quant_method": "fbgemm_fp8"}, compressed(strategy="channel")):
+        assert np.array_equal(opened_as(tmp_path, tensors, entry).get("a.weight"), want)
+    plain = SafetensorsWeights.open(tmp_path)
+    assert expanded({}, plain) is expanded({"quantization_config": None}, plain) is plain
 
 
 @pytest.mark.parametrize(
@@ -128,7 +144,7 @@ def test_schemes() -> None:
 )
 def test_other_methods_are_refused_by_name(entry: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        fp8_scheme({"quantization_config": entry})
+        check_quantization({"quantization_config": entry})
 
 
 def test_a_quantised_folder_is_the_model_of_its_products(tmp_path: Path) -> None:
@@ -161,3 +177,48 @@ def test_a_quantised_folder_is_the_model_of_its_products(tmp_path: Path) -> None
             logits.append(llm.logits(ids))
         assert open_checkpoint(folder).weights.unused() == open_checkpoint(folder).weights.names()
     assert np.array_equal(*logits)
+
+
+# -- mxfp4 -----------------------------------------------------------------------------------------------------------
+
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
+def test_mxfp4_is_what_the_gguf_package_reads(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, experts: int, out: int, groups: int
+) -> None:
+    """GGUF has the same codes and scales, each block's first half in the low nibbles."""
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (experts, out, groups, 16), np.uint8)
+    scales = random.integers(100, 150, (experts, out, groups), np.uint8)
+    tensors = {f"{EXPERTS}_blocks": blocks, f"{EXPERTS}_scales": scales}
+    weights = opened_as(tmp_path_factory.mktemp("mxfp4"), tensors, {"quant_method": "mxfp4"})
+    nibbles = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(experts, out, groups, 32)
+    packed = nibbles[..., :16] | (nibbles[..., 16:] << 4)
+    theirs = np.concatenate([scales[..., None], packed], axis=-1).reshape(-1, 17)
+    want = gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.MXFP4).reshape(experts, out, groups * 32)
+    assert weights.names() == [EXPERTS]
+    assert weights.shape(EXPERTS) == (experts, groups * 32, out)
+    assert np.array_equal(weights.get(EXPERTS), want.swapaxes(1, 2))
+    assert weights.get(EXPERTS) is weights.get(EXPERTS)
+    assert weights.unused() == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales", "message"),
+    [
+        ((2, 3, 1, 16), (2, 3, 2), r"_scales': expected U8 \[experts, out, blocks\], got U8 \[2, 3, 2\]"),
+        ((2, 3, 1, 15), (2, 3, 1), r"_blocks': expected U8 \[experts, out, blocks, 16\], got U8 \[2, 3, 1, 15\]"),
+        ((3, 1, 16), (3, 1), "_blocks': expected U8"),
+        ((3,), (3,), "_blocks': expected U8"),
+    ],
+)
+def test_mxfp4_that_does_not_fit(
+    tmp_path: Path, blocks: tuple[int, ...], scales: tuple[int, ...], message: str
+) -> None:
+    tensors = {f"{EXPERTS}_blocks": np.zeros(blocks, np.uint8), f"{EXPERTS}_scales": np.zeros(scales, np.uint8)}
+    with pytest.raises(CheckpointError, match=message):
+        opened_as(tmp_path, tensors, {"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match=r"_scales': expected, got no such tensor"):
+        opened_as(tmp_path, {f"{EXPERTS}_blocks": np.zeros((1, 1, 1, 16), np.uint8)}, {"quant_method": "mxfp4"})
