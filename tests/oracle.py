@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcore.checkpoint.weights import Weights
 from kvcore.models.rope import inv_freq
-from kvcore.models.spec import DecoderSpec, read_output, read_tensor
+from kvcore.models.spec import ActivationSpec, DecoderSpec, read_output, read_tensor
 
 Floats = npt.NDArray[Any]
 
@@ -26,11 +26,11 @@ class LlamaOracle:
         self.spec = spec
         self.dtype = np.dtype(dtype)
         self.weights: dict[tuple[str, int | None], Floats] = {}
-        for layer, tensors in ((None, spec.tensors), *((i, spec.layer_tensors) for i in range(spec.num_layers))):
-            for tensor in tensors:
-                value = read_tensor(spec, weights, tensor.role, layer)
+        for layer, tensors in ((None, spec.tensors), *((i, x.tensors) for i, x in enumerate(spec.layers))):
+            for role in tensors:
+                value = read_tensor(spec, weights, role, layer)
                 if value is not None:
-                    self.weights[tensor.role, layer] = value.astype(self.dtype)
+                    self.weights[role, layer] = value.astype(self.dtype)
         output = read_output(spec, weights)
         self.output = self.weights["embed_tokens.weight", None] if output is None else output.astype(self.dtype)
 
@@ -60,7 +60,7 @@ class LlamaOracle:
         return ids[prompt_len:]
 
     def norm(self, x: Floats, role: str, layer: int | None) -> Floats:
-        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.dtype.type(self.spec.norm_eps))
+        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.dtype.type(self.spec.norm.eps))
         return x * scale * self.weights[role, layer]
 
     def linear(self, x: Floats, name: str, layer: int) -> Floats:
@@ -69,7 +69,7 @@ class LlamaOracle:
         return y if bias is None else y + bias
 
     def mlp(self, x: Floats, layer: int) -> Floats:
-        assert self.spec.activation == "silu"
+        assert self.spec.layers[layer].mlp.activation == ActivationSpec("silu")
         gate = self.linear(x, "gate_proj", layer)
         return self.linear(gate / (1 + np.exp(-gate)) * self.linear(x, "up_proj", layer), "down_proj", layer)
 
@@ -91,7 +91,7 @@ class LlamaOracle:
 
     def rotations(self, length: int, prompt_len: int) -> tuple[Floats, Floats]:
         """Cosines and sines [T, rotary_dim / 2], each row from its own frequencies."""
-        rope = self.spec.rope
+        (rope,) = self.spec.ropes
         cos, sin = [], []
         for position in range(length):
             frequencies, factor = inv_freq(rope, rope.base_length(position, prompt_len))
@@ -102,7 +102,7 @@ class LlamaOracle:
 
     def rotate(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
         """Turn pairs (k, k + rotary_dim / 2) of [T, heads, head_dim]; dimensions beyond rotary_dim stay."""
-        half = self.spec.rope.rotary_dim // 2
+        half = self.spec.ropes[0].rotary_dim // 2
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         cos, sin = cos[:, None], sin[:, None]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -51,7 +51,7 @@ PYTHON = {
     "reply": {"errors", "engine", "outputs", "text"},
     "loading": {"errors", "memory", "_kvcore", "engine", "models", "checkpoint", "text"},
     "llm": {"errors", "engine", "checkpoint", "text", "outputs", "reply", "loading"},
-    "plan": {"errors", "checkpoint"},
+    "plan": {"errors", "checkpoint", "models"},
     "cli": {"errors", "engine", "outputs", "checkpoint", "llm", "plan"},
     "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "viz"},
     "__main__": {"cli"},

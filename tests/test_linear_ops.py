@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InvalidArgument, Linear, Threads, available_simd
-from kvcore._kvcore import argmax, rms_norm, rope_split, silu_mul
+from kvcore._kvcore import activate, argmax, rms_norm, rope_split
 from kvtools import assert_bitwise, forced_simd, rounded
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
@@ -97,7 +97,7 @@ def test_fused_calls_are_their_parts(dtype: str, simd_level: str) -> None:
     linear = Linear(normal(50, 70), normal(50), dtype=dtype)
     x, weight, gate_up, residual = normal(9, 70), normal(70), normal(9, 140), normal(9, 50)
     assert_bitwise(linear.norm_forward(x, weight, EPS), linear(rms_norm(x, weight, EPS)))
-    expected = residual + linear(silu_mul(gate_up))
+    expected = residual + linear(activate(gate_up, gated=True))
     linear.gated_add_forward(gate_up, residual)
     assert_bitwise(residual, expected)
 
@@ -220,25 +220,25 @@ def test_rope_split(rows: int, heads: int, kv_heads: int, half: int, width: int,
 
 
 @given(rows=st.integers(0, 5), n=SIZES, level=st.sampled_from(available_simd()))
-def test_silu_mul(rows: int, n: int, level: str) -> None:
+def test_gated_silu(rows: int, n: int, level: str) -> None:
     x = normal(rows, 2 * n) * 10
     with forced_simd(level):
-        out = silu_mul(x)
+        out = activate(x, gated=True)
     np.testing.assert_allclose(out, silu64(x), rtol=3e-6, atol=1e-7)
 
 
-def test_silu_mul_at_the_ends() -> None:
+def test_gated_silu_at_the_ends() -> None:
     gate = np.array([-1e6, -200, -88, -0.0, 0, 88, 200, 1e30], np.float32)
-    out = silu_mul(np.concatenate([gate, np.ones_like(gate)])[None])
+    out = activate(np.concatenate([gate, np.ones_like(gate)])[None], gated=True)
     np.testing.assert_allclose(out[0], np.where(gate > 0, gate, gate * 0), atol=1e-30)
 
 
-@pytest.mark.parametrize("operation", ["rms_norm", "silu_mul", "rope_split"])
+@pytest.mark.parametrize("operation", ["rms_norm", "activate", "rope_split"])
 def test_operations_are_the_same_on_any_number_of_threads(operation: str) -> None:
     x = normal(600, 512)
     calls: dict[str, Callable[[Threads, slice], np.ndarray]] = {
         "rms_norm": lambda threads, span: rms_norm(x[span], x[0], EPS, threads=threads),
-        "silu_mul": lambda threads, span: silu_mul(x[span], threads=threads),
+        "activate": lambda threads, span: activate(x[span], gated=True, threads=threads),
         "rope_split": lambda threads, span: np.concatenate(
             rope_split(x[span], x[span, :32], x[span, 32:64], 4, 2, 64, threads=threads), axis=1
         ),
