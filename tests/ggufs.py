@@ -106,6 +106,9 @@ _INTEGERS = {
     "leading_dense_block_count": ("first_k_dense_replace",),
     "attention.q_lora_rank": ("q_lora_rank",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
+    "attention.relative_buckets_count": ("relative_attention_num_buckets",),
+    "decoder_block_count": ("num_decoder_layers",),
+    "decoder_start_token_id": ("decoder_start_token_id",),
 }
 _FLOATS = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
@@ -118,6 +121,14 @@ _FLOATS = {
     "logit_scale": ("logits_scaling", "logit_scale"),
     "expert_weights_scale": ("routed_scaling_factor",),
 }
+_T5 = {
+    "num_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "d_kv": "head_dim",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
 _LLAMA_LIKE = ("llama", "granite", "smollm3")
 
 
@@ -125,6 +136,8 @@ def entries_of(config: dict[str, Any]) -> list[bytes]:
     """The metadata of a configuration in the style of transformers 5."""
     kind = config["model_type"]
     arch = ARCHITECTURE_OF.get(kind, kind)
+    if kind == "t5":
+        config = {**config, **{theirs: config[ours] for ours, theirs in _T5.items()}, "n_positions": 512}
     entries = [entry("general.architecture", STRING, arch)]
 
     def add(key: str, number: int, value: Any) -> None:
@@ -222,7 +235,9 @@ def tensors_of(config: dict[str, Any], weights: Any) -> dict[str, tuple[int, Seq
     """The tensors of a folder: matrices as they are (bfloat16 or float32), vectors float32, experts stacked."""
     kind = config["model_type"]
     arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[ARCHITECTURE_OF.get(kind, kind)]
-    names = gguf.get_tensor_name_map(arch, config.get("num_hidden_layers") or config["n_layer"])
+    names = gguf.get_tensor_name_map(
+        arch, config.get("num_hidden_layers") or config.get("n_layer") or config["num_layers"]
+    )
     dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64)  # llama.cpp knows no qwen2moe with a dense layer
     experts: dict[str, dict[int, np.ndarray]] = {}
     arrays: dict[str, np.ndarray] = {}

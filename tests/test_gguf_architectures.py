@@ -49,6 +49,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "gpt_oss": {"swiglu_limit": 7.0},
     "mistral_swa8": {"sliding_window": None},
+    "t5": {"relative_attention_max_distance": 128},
 }
 NOT_IN_GGUF = ("llama_rope_llama3", "llama_rope_dynamic")
 """Rope that GGUF stores otherwise (tests/test_gguf.py) or not at all."""
@@ -57,12 +58,10 @@ FOLDERS = [
     folder.name
     for folder in sorted(REFERENCE.iterdir())
     if (folder / "config.json").exists()
-    and "is_encoder_decoder" not in (folder / "config.json").read_text()
+    and json.loads((folder / "config.json").read_text())["model_type"] not in ("bart", "marian", "whisper")
     and folder.name not in NOT_IN_GGUF
 ]
-SUPPORTED = [
-    name for name in FOLDERS if json.loads((REFERENCE / name / "config.json").read_text())["model_type"] in FAMILIES
-]
+DECODERS = [name for name in FOLDERS if not name.startswith("t5")]
 
 
 def folder_of(name: str, tmp_path: Path, **changes: Any) -> Path:
@@ -101,6 +100,8 @@ def test_the_configuration_comes_back(name: str, tmp_path: Path) -> None:
     want = json.loads((folder / "config.json").read_text())
     if got["model_type"] == "llama":  # what a mistral without its window is
         want["model_type"] = "llama"
+    if name == "t5_gated":  # as files of transformers 4 say that there is an output matrix
+        want["tie_word_embeddings"] = False
     renamed = {"num_experts": "num_local_experts"} if name == "qwen3_moe" else {}
     compared = 0
     for key, value in got.items():
@@ -121,7 +122,7 @@ def test_the_configuration_comes_back(name: str, tmp_path: Path) -> None:
         assert rope.get(key, default) == (pytest.approx(value, rel=1e-6) if isinstance(value, (float, list)) else value)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", DECODERS)
 def test_logits_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path)
     options: dict[str, Any] = {**EXACT, "num_kv_blocks": 16}

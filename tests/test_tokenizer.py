@@ -197,7 +197,7 @@ def test_chat_templates_of_gguf() -> None:
     ("changes", "message"),
     [
         ({"pre": "warp"}, r"'warp'.*supported are bloom, .*, viking"),
-        ({"model": "t5"}, r"'t5'.*'gpt2'.*'llama'"),
+        ({"model": "rwkv"}, r"'rwkv'.*'gpt2'.*'llama'.*'t5'"),
         ({"model": None}, r"None"),
         ({"tokens": None}, r"no tokenizer.ggml.tokens"),
         ({"tokens": [1, 2]}, r"strings"),
@@ -223,6 +223,32 @@ def test_damaged_gguf(changes: dict[str, Any], message: str) -> None:
         Tokenizer.from_gguf(metadata)
 
 
+UNIGRAM = {
+    "tokenizer.ggml.model": "t5",
+    "tokenizer.ggml.tokens": ["<pad>", "</s>", "<unk>", "▁", "a", "▁a", "b", "ab", "▁ab", "<extra_id_0>"],
+    "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -2.0, -4.0, -3.0, -3.5, -6.0, -5.0, 0.0],
+    "tokenizer.ggml.token_type": [3, 3, 2, 1, 1, 1, 1, 1, 1, 4],
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.unknown_token_id": 2,
+    "tokenizer.ggml.precompiled_charsmap": [],
+}
+
+
+def test_unigram() -> None:
+    """The cut with the best sum of scores, spaces collapsed, and the end-of-sequence token behind."""
+    tokenizer = Tokenizer.from_gguf(UNIGRAM)
+    assert tokenizer.encode("ab") == [8, 1]  # -5 is more than -3 - 3.5
+    assert tokenizer.encode("  a   a ", False) == [5, 5]
+    assert tokenizer.encode("ba", False) == [3, 6, 4]
+    assert tokenizer.encode("a<extra_id_0>", False) == [5, 9]
+    assert tokenizer.encode("ax", False) == [5, 2]
+    assert tokenizer.decode([5, 8, 1]) == "a ab"
+    assert tokenizer.is_special(1)
+    assert not tokenizer.byte_exact
+    with pytest.raises(CheckpointError, match="scores has no entries for 10 tokens"):
+        Tokenizer.from_gguf({**UNIGRAM, "tokenizer.ggml.scores": None})
+
+
 ODD: tuple[Any, ...] = (
     None, 0, -1, 10**6, 2**64, 1.5, float("nan"), True, "", "x", b"x", [], [0], ["a"], [None], ["a b"] * 3, [[1]],
     np.array([1, 2]), np.array([1.0] * 259), np.array([7] * 259), np.array([], bool), np.array(1), {"a": 1},
@@ -230,7 +256,7 @@ ODD: tuple[Any, ...] = (
 
 
 @given(st.data())
-@pytest.mark.parametrize("metadata", [gguf_bpe("gpt-2", ("h e",)), SENTENCEPIECE["metadata"]], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("metadata", [gguf_bpe("gpt-2", ("h e",)), SENTENCEPIECE["metadata"], UNIGRAM], ids=str)
 @pytest.mark.filterwarnings("ignore:the file has no tokenizer.ggml.pre")
 def test_any_value_under_any_key(metadata: dict[str, Any], data: st.DataObject) -> None:
     """A tokenizer, or an error that says what is wrong: nothing else comes of a stranger's file."""

@@ -2,6 +2,7 @@
 
     gpt2     byte-level BPE, rebuilt with the ``tokenizers`` package; ``tokenizer.ggml.pre`` says how text is cut first
     llama    SentencePiece BPE, which runs in ``sentencepiece.py``
+    t5       SentencePiece unigram, rebuilt with the ``tokenizers`` package
 
 Files come from strangers: every entry is checked for its type before it is used.
 """
@@ -20,7 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from kvcore.errors import CheckpointError
 from kvcore.text.pre_tokenizers import PRE_TOKENIZERS
-from kvcore.text.sentencepiece import SentencePieceBpe
+from kvcore.text.sentencepiece import SPACE, SentencePieceBpe
 
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How a vocabulary of pieces writes the token of a byte."""
@@ -69,17 +70,21 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     types = read.numbers("token_type", int, len(tokens)) or [_NORMAL] * len(tokens)
     kind = read.one("model", str)
     backend: tokenizers.Tokenizer | SentencePieceBpe
+    add_eos = False
     if kind == "gpt2":
         backend, add_bos = _bpe(read, tokens, types)
     elif kind == "llama":
         backend, add_bos = _sentencepiece(read, tokens, types), True
+    elif kind == "t5":
+        backend, add_bos, add_eos = _unigram(read, tokens, types), False, True
     else:
         raise read.error(
-            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)"
+            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE), 'llama' (SentencePiece BPE) and "
+            f"'t5' (SentencePiece unigram)"
         )
     ids = {name: read.token_id(f"{key}_token_id", len(tokens)) for name, key in _NAMED.items()}
     affixes = []
-    for name, default in (("bos", add_bos), ("eos", False)):
+    for name, default in (("bos", add_bos), ("eos", add_eos)):
         token_id = ids[f"{name}_token"]
         wanted = read.one(f"add_{name}_token", bool, default)
         affixes.append([token_id] if wanted and token_id is not None else [])
@@ -129,6 +134,34 @@ def _bpe(read: _Entries, tokens: list[str], types: list[int]) -> tuple[tokenizer
         + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
+    _add_verbatim(backend, tokens, types)
+    return backend, pre.add_bos
+
+
+def _unigram(read: _Entries, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+    scores = read.numbers("scores", float, len(tokens))
+    if len(scores) != len(tokens):
+        raise read.error(f"tokenizer.ggml.scores has no entries for {len(tokens)} tokens")
+    unknown = read.token_id("unknown_token_id", len(tokens))
+    unknown = unknown if unknown is not None else types.index(_UNKNOWN) if _UNKNOWN in types else None
+    charsmap = bytes(byte & 255 for byte in read.numbers("precompiled_charsmap", int))
+    try:
+        backend = tokenizers.Tokenizer(models.Unigram([*zip(tokens, scores, strict=True)], unknown, False))
+        steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    except Exception as error:  # the package raises bare Exception
+        raise read.error(f"tokenizer.ggml: expected a unigram model, got one that cannot be built: {error}") from error
+    if read.one("remove_extra_whitespaces", bool, True):
+        steps += [normalizers.Strip(left=True, right=True), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if read.one("add_space_prefix", bool, True) else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
+    backend.decoder = decoders.Metaspace(SPACE, scheme)
+    _add_verbatim(backend, tokens, types)
+    return backend
+
+
+def _add_verbatim(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Tokens that are recognised as they stand in the text, before everything else."""
     backend.add_tokens(
         [
             tokenizers.AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -136,7 +169,6 @@ def _bpe(read: _Entries, tokens: list[str], types: list[int]) -> tuple[tokenizer
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
         ]
     )
-    return backend, pre.add_bos
 
 
 def _sentencepiece(read: _Entries, tokens: list[str], types: list[int]) -> SentencePieceBpe:
@@ -197,7 +229,7 @@ class _Entries:
             raise self.error(f"tokenizer.ggml.{key} must hold strings only")
         return list(value)
 
-    def numbers(self, key: str, kind: type, count: int) -> list[Any]:
+    def numbers(self, key: str, kind: type, count: int | None = None) -> list[Any]:
         """An array of ``count`` numbers, or [] if there is none."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None:
@@ -205,7 +237,7 @@ class _Entries:
         items = value.tolist() if isinstance(value, np.ndarray) else value
         if not isinstance(items, Sequence) or not all(type(item) is kind for item in items):
             raise self.error(f"tokenizer.ggml.{key} must hold values of type {kind.__name__} only")
-        if len(items) != count:
+        if count is not None and len(items) != count:
             raise self.error(f"tokenizer.ggml.{key} has {len(items)} entries for {count} tokens")
         return list(items)
 

@@ -31,9 +31,9 @@ class Architecture:
         model_type: of config.json, or the function that decides it.
         config: config.json's other keys: constants, and functions of ``keys.py``.
         tensors: names outside the layers, GGUF's to Hugging Face's, without ``.weight`` and ``.bias``.
-        layer: the same for what lies in ``blk.N.``. ``{expert}`` in a name says that GGUF has a tensor for each expert
-            (or head) in one, the first dimension counting them.
-        prefix: what Hugging Face's names within a layer begin with.
+        layer: the same for what lies in ``blk.N.``; ``enc.`` or ``dec.`` before that stays. ``{expert}`` in a name says
+            that GGUF has a tensor for each expert (or head) in one, the first dimension counting them.
+        prefix: what Hugging Face's names within a layer begin with; ``{layer}`` stands for its index.
         layouts: for tensors that the converter changed, by GGUF's name without ``.weight`` and ``.bias``.
         joined: Hugging Face's names within a layer that one stored tensor alone does not give.
         variant: the function that picks another table for a file of this architecture, or None if this one is right.

@@ -21,7 +21,9 @@ from kvcore.checkpoint.gguf.keys import ROPE_TENSORS, layers
 from kvcore.checkpoint.gguf.layouts import SAME, Layout
 from kvcore.errors import CheckpointError
 
-_STORED: Final = re.compile(r"(?:blk\.(?P<layer>0|[1-9][0-9]{0,4})\.)?(?P<base>[\w.]+)(?P<suffix>\.weight|\.bias)")
+_STORED: Final = re.compile(
+    r"(?P<side>(?:enc|dec)\.)?(?:blk\.(?P<layer>0|[1-9][0-9]{0,4})\.)?(?P<base>[\w.]+)(?P<suffix>\.weight|\.bias)"
+)
 _AS_STORED: Final = ("Q4_0", "Q4_1", "Q8_0")
 _MAX_EXPERTS: Final = 1 << 12
 
@@ -50,7 +52,7 @@ class GGUFWeights:
         self._used: set[str] = set()
         self._latest: tuple[str, npt.NDArray[Any]] | None = None
         table, read = architecture_of(file)
-        num_layers = layers(read)
+        num_layers = max(layers(read), self._config.get("num_decoder_layers", 0))
         known = self._join(table, num_layers) | {*ROPE_TENSORS}  # those are in the configuration
         for name in file.tensors:
             match = _STORED.fullmatch(name)
@@ -158,12 +160,14 @@ class GGUFWeights:
     def _add_all(self, table: Architecture, name: str, match: re.Match[str] | None) -> None:
         """Add what one stored tensor holds: a tensor, or one for each expert."""
         names = {} if match is None else table.tensors if match["layer"] is None else table.layer
-        if match is None or match["base"] not in names:
+        base = "" if match is None else f"{match['side'] or ''}{match['base']}"
+        if match is None or base not in names:
             self._add(name, _Source((name,), None, SAME))
             return
-        prefix = "" if match["layer"] is None else table.prefix.replace("{layer}", match["layer"])
-        target = f"{prefix}{names[match['base']]}{match['suffix']}"
-        layout = table.layouts.get(match["base"], SAME)
+        target = f"{names[base]}{match['suffix']}"
+        if match["layer"] is not None:
+            target = (table.prefix + target).replace("{layer}", match["layer"])
+        layout = table.layouts.get(base, SAME)
         if "{expert}" not in target:
             self._add(target, _Source((name,), None, layout))
             return

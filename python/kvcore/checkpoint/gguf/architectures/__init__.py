@@ -16,6 +16,7 @@ from kvcore.checkpoint.gguf.architectures.llama import GRANITE, LLAMA, OLMO2, SM
 from kvcore.checkpoint.gguf.architectures.phi import PHI3
 from kvcore.checkpoint.gguf.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from kvcore.checkpoint.gguf.architectures.stablelm import STABLELM
+from kvcore.checkpoint.gguf.architectures.t5 import T5
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": LLAMA,
@@ -38,4 +39,5 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "gptneox": GPT_NEOX,
     "deepseek2": DEEPSEEK2,
     "gpt-oss": GPT_OSS,
+    "t5": T5,
 }
