@@ -49,7 +49,7 @@ from kvcore.errors import CheckpointError
 from kvcore.models.families import spec_from_config
 from kvcore.models.rope import inv_freq
 from kvcore.models.spec import check_weights, read_output, unused_tensors
-from oracle import LlamaOracle
+from oracle import Oracle
 
 REFERENCE = Path(__file__).parent / "data" / "reference"
 
@@ -361,8 +361,8 @@ def test_a_converted_model_is_the_model(tmp_path: Path, name: str) -> None:
     assert spec.ropes == want.ropes
     assert spec.tie_word_embeddings == want.tie_word_embeddings
     assert unused_tensors(spec, weights) == []
-    logits = LlamaOracle(want, original).logits([1, 5, 9, 200])
-    np.testing.assert_allclose(LlamaOracle(spec, weights).logits([1, 5, 9, 200]), logits, rtol=0, atol=1e-5)
+    logits = Oracle(want, original).logits([1, 5, 9, 200])
+    np.testing.assert_allclose(Oracle(spec, weights).logits([1, 5, 9, 200]), logits, rtol=0, atol=1e-5)
 
 
 def test_rope_factors_are_those_of_llama3(tmp_path: Path) -> None:

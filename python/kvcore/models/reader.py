@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ml_dtypes
@@ -53,6 +54,7 @@ class Reader:
         self._weights = weights
         self._dtype = dtype
         self._quantization = quantization
+        self._whole = lru_cache(maxsize=4)(weights.get)  # read in parts: all experts' gate and up, say
         self._arena = Arena()
 
     def has(self, role: str, layer: int | None = None) -> bool:
@@ -129,9 +131,10 @@ class Reader:
             warnings.warn(f"{self._weights.source}: {number} not used: {names}", stacklevel=3)
 
     def _read(self, role: str, layer: int | None) -> npt.NDArray[Any]:
-        tensor = self.spec.tensor(role, layer).read(self._weights)
-        assert tensor is not None, role  # check_weights has seen it
-        return tensor
+        spec = self.spec.tensor(role, layer)
+        name = spec.find(self._weights)
+        assert name is not None, role  # check_weights has seen it
+        return self._weights.get(name) if spec.part is None else spec.part.take(self._whole(name))
 
     def _biases(self, names: Sequence[str], weights: Sequence[TensorSpec], layer: int) -> FloatArray | None:
         has = [self.has(f"{name}.bias", layer) for name in names]

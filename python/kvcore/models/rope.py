@@ -145,8 +145,10 @@ def rope_from_config(
     """
     top = ConfigReader(config)
     read = top.child("rope_parameters")
-    if read is not None and layer_type is not None:
-        read = read.child(layer_type) or read
+    if read is not None and layer_type is not None and not (read.has("rope_type") or read.has("type")):
+        if not read.has(layer_type):
+            raise read.error(layer_type, "an object", None)
+        read = read.child(layer_type)
     read = read or top.child("rope_scaling")
     if read is None:
         read = ConfigReader({"rope_type": "default"}, top.source)
