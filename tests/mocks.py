@@ -66,6 +66,7 @@ class MockCache:
         self._block_of: dict[Any, int] = {}
         self._sequences: set[MockSequence] = set()
         self.calls: Counter[str] = Counter()
+        self.marks: list[tuple[tuple[int, ...], float | None]] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -101,11 +102,17 @@ class MockCache:
             if not 1 <= n <= len(self._alive(seq).token_ids) - seq.num_computed:
                 raise InvalidArgument(f"plan: expected 1 to {len(seq.token_ids) - seq.num_computed} tokens, got {n}")
             wanted.append(max(0, -(-(seq.num_computed + n) // self.block_size) - len(seq.blocks)))
+            wanted[-1] += self._shares_last(seq)
         if sum(wanted) > self.num_free_blocks:
             raise OutOfBlocks(f"{sum(wanted)} blocks needed, {self.num_free_blocks} available of {self.num_blocks}")
         rows = []
-        for (seq, n), count in zip(items, wanted, strict=True):
-            for _ in range(count):
+        for seq, n in items:
+            if self._shares_last(seq):
+                source = seq.blocks[-1]
+                seq.blocks[-1] = self._allocate()
+                self._refs[source] -= 1
+                self._slots[seq.blocks[-1]] = self._slots[source]
+            while len(seq.blocks) < -(-(seq.num_computed + n) // self.block_size):
                 seq.blocks.append(self._allocate())
             seq.version += 1
             used = -(-(seq.num_computed + n) // self.block_size)
@@ -157,17 +164,62 @@ class MockCache:
                         key = self._key(seq, i)
                         self._key_of[seq.blocks[i]], self._block_of[key] = key, seq.blocks[i]
 
+    def fork(self, seq: MockSequence) -> MockSequence:
+        self._call("fork")
+        return self._fork(self._alive(seq))
+
+    def reorder(self, seqs: list[MockSequence], parents: list[int]) -> list[MockSequence]:
+        self._call("reorder")
+        assert len({id(self._alive(seq)) for seq in seqs}) == len(seqs)
+        kept: set[int] = set()
+        result = []
+        for parent in parents:
+            result.append(self._fork(seqs[parent]) if parent in kept else seqs[parent])
+            kept.add(parent)
+        for i, seq in enumerate(seqs):
+            if i not in kept:
+                self._free_blocks(seq)
+        return result
+
+    def truncate(self, seq: MockSequence, num_tokens: int) -> None:
+        self._call("truncate")
+        assert 1 <= num_tokens <= len(self._alive(seq).token_ids)
+        del seq.token_ids[num_tokens:]
+        seq.num_computed = min(seq.num_computed, num_tokens)
+        while len(seq.blocks) > -(-seq.num_computed // self.block_size):
+            self._drop(seq.blocks.pop())
+
+    def mark(self, seq: MockSequence, num_tokens: int | None = None, *, ttl: float | None = None) -> None:
+        self._call("mark")
+        self.marks.append((tuple(self._alive(seq).token_ids[:num_tokens]), ttl))
+
+    def _fork(self, seq: MockSequence) -> MockSequence:
+        twin = MockSequence(self, list(seq.token_ids), seq.salt, seq.use_prefix, list(seq.blocks), seq.num_computed)
+        for block in twin.blocks:
+            self._refs[block] += 1
+        self._sequences.add(twin)
+        return twin
+
+    def _shares_last(self, seq: MockSequence) -> bool:
+        return seq.num_computed % self.block_size != 0 and self._refs[seq.blocks[-1]] > 1
+
     def free(self, seq: MockSequence) -> None:
         self._call("free")
-        self._alive(seq).freed = True
+        self._free_blocks(self._alive(seq))
+
+    def _free_blocks(self, seq: MockSequence) -> None:
+        seq.freed = True
         self._sequences.remove(seq)
         for block in reversed(seq.blocks):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if block in self._key_of:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+            self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        self._refs[block] -= 1
+        if self._refs[block] == 0:
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
 
     def block_table(self, seq: MockSequence) -> list[int]:
         return list(self._alive(seq).blocks)

@@ -146,7 +146,11 @@ def test_from_tokenizer() -> None:
         ([{"role": 1, "content": "x"}], InvalidArgument, r"messages\[0\]\['role'\] .* got 1"),
         ([{"role": "user"}], InvalidArgument, r"messages\[0\] \(role 'user'\) has no content"),
         ([{"role": "user", "content": None}], InvalidArgument, "has no content"),
-        ([{"role": "user", "content": ["x"]}], InvalidArgument, r"\['content'\] must be a str, got list"),
+        (
+            [{"role": "user", "content": ["x"]}],
+            InvalidArgument,
+            r"\['content'\] must be a str or a list of blocks .*, got list",
+        ),
         ([{"role": "user", "content": b"x"}], InvalidArgument, "must be plain data .* got bytes"),
         (
             [{"role": "user", "content": "x", "image": object()}],
@@ -284,3 +288,26 @@ def test_a_broken_template_of_the_model_is_an_error_of_render() -> None:
     template = ChatTemplate.from_tokenizer(tokenizer)
     with pytest.raises(InvalidArgument, match="own template is broken: chat template 'default', line 1"):
         template.render(HI)
+
+
+def test_tool_calls_and_reasoning_pass_through() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for b in m.content %}[{{ b.type }}:{{ b.text or b.thinking }}]{% endfor %}{% endif %}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+        "{% endfor %}{% for t in tools %}{{ t.function.name }};{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "reasoning_content": "look it up", "tool_calls": [call]},
+        {"role": "tool", "content": "no", "tool_call_id": "1"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "dry"}, {"type": "text", "text": "No."}]},
+    ]
+    text = template.render(messages, False, tools=[{"type": "function", "function": {"name": "weather"}}])
+    assert text == (
+        '<user>Rain?<assistant><think>look it up</think>weather({"city": "Oslo"})<tool>no'
+        "<assistant>[thinking:dry][text:No.]weather;"
+    )

@@ -57,6 +57,32 @@ def test_generate(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None
     assert models == [("smollm2", {"kv_cache_dtype": "auto", "quantization": "auto", "num_threads": None})]
 
 
+def test_a_file_of_prompts_is_one_batch(
+    models: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("hi\n\nho\nhi\n")
+    for argv in ([], ["--live"]):
+        code, out, err = run(capsys, "generate", "--file", str(path), *argv)
+        answers = [json.loads(line) for line in out.splitlines()]
+        assert (code, [answer["prompt"] for answer in answers]) == (0, ["hi", "ho", "hi"])
+        assert [answer["text"] for answer in answers] == ["hello"] * 3
+        assert ("3 ended" in err) == bool(argv)
+    path.write_text("\n")
+    assert "at least one line" in run(capsys, "generate", "--file", str(path))[2]
+    path.write_bytes(b"\xff\n")
+    assert "UTF-8" in run(capsys, "generate", "--file", str(path))[2]
+    assert run(capsys, "generate", "--file", str(tmp_path / "nothing"))[0] == 1
+    assert run(capsys, "generate", "--file", str(path), "hi")[0] == 2
+
+
+def test_live(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "generate", "--live", "hi")
+    assert code == 0
+    assert "hello" in out
+    assert "1 ended" in err
+
+
 def test_options(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "other", "--kv-cache-dtype", "fp8", "--num-threads", "2", "--max-tokens", "3"]
     code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--seed", "7", "hi")

@@ -427,7 +427,7 @@ def test_trap_28_ctrl_c_at_any_byte_code(use_cache: bool) -> None:
             run(point)
         llm.cache.check_empty()
         assert not llm._engine.has_unfinished
-        assert not llm._replies
+        assert not llm._dispatcher.replies
         if i % 30 == 0:
             assert tokens(llm.generate(prompts, params)) == expected
     assert tokens(llm.generate(prompts, params)) == expected

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore.engine.sampling_params import SamplingParams
+from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from kvcore.errors import InvalidArgument
 
 
@@ -24,8 +24,9 @@ def test_defaults_are_vllms() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
         ("n", 0),
+        ("n", 1025),
+        ("best_of", 0),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
@@ -43,7 +44,22 @@ def test_defaults_are_vllms() -> None:
         ("stop_token_ids", [3, -1]),
         ("max_tokens", 0),
         ("max_tokens", -5),
-        ("logprobs", -1),
+        ("logprobs", -2),
+        ("prompt_logprobs", -2),
+        ("typical_p", 0.0),
+        ("typical_p", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logit_bias", {3: 101.0}),
+        ("logit_bias", {-3: 1.0}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("bad_words", ["a", ""]),
     ],
 )
 def test_bad_values_are_named(field: str, value: Any) -> None:
@@ -77,6 +93,17 @@ def test_bad_values_are_named(field: str, value: Any) -> None:
         ("logprobs", True),
         ("ignore_eos", 1),
         ("skip_special_tokens", None),
+        ("best_of", 2.0),
+        ("presence_penalty", "1"),
+        ("min_tokens", 1.0),
+        ("logit_bias", [3]),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {3: "1"}),
+        ("allowed_token_ids", 3),
+        ("bad_words", [3]),
+        ("logits_processors", 3),
+        ("logits_processors", [3]),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )
 def test_wrong_types_are_named(field: str, value: Any) -> None:
@@ -105,10 +132,57 @@ def test_values_are_normalised_and_numpy_numbers_are_numbers() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
 
+def test_several_answers_need_chance() -> None:
+    for field in ("n", "best_of"):
+        with pytest.raises(InvalidArgument, match=rf"SamplingParams\.{field}: expected 1 at temperature 0"):
+            SamplingParams(temperature=0, **{field: 2})  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"SamplingParams\.best_of: expected an integer from 3"):
+        SamplingParams(n=3, best_of=2)
+    assert SamplingParams(n=2, best_of=5).num_sequences == 5
+
+
+def test_keys_of_logit_bias_may_be_json() -> None:
+    params = SamplingParams(logit_bias={"12": 1, 3: -2})  # type: ignore[dict-item]
+    assert params.logit_bias == {12: 1.0, 3: -2.0}
+    hash(params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("beam_width", 0, InvalidArgument),
+        ("beam_width", 2.0, TypeError),
+        ("max_tokens", 0, InvalidArgument),
+        ("max_tokens", None, TypeError),
+        ("temperature", -1.0, InvalidArgument),
+        ("length_penalty", 1e9, InvalidArgument),
+        ("length_penalty", math.nan, InvalidArgument),
+        ("early_stopping", "soon", InvalidArgument),
+        ("ignore_eos", 1, TypeError),
+    ],
+)
+def test_beam_search_params(field: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"BeamSearchParams\.{field}: expected .*, got "):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, field: value})
+
+
+def test_structured_outputs_are_one_of_several() -> None:
+    for values in ({}, {"regex": "a", "json": {}, "choice": ["a"]}, {"regex": "a", "grammar": "b"}):
+        with pytest.raises(InvalidArgument, match="exactly one"):
+            StructuredOutputsParams(**values)  # type: ignore[arg-type]
+    assert StructuredOutputsParams(choice=iter(["a", "b"])).choice == ("a", "b")
+    with pytest.raises(TypeError, match="regex"):
+        StructuredOutputsParams(regex=3)  # type: ignore[arg-type]
+
+
 def test_ids_outside_the_vocabulary() -> None:
     SamplingParams(stop_token_ids=[9], logprobs=10).check_vocab(10)
     with pytest.raises(InvalidArgument, match=r"stop_token_ids: expected ids from 0 to 9 .*, got 10"):
         SamplingParams(stop_token_ids=[3, 10]).check_vocab(10)
+    with pytest.raises(InvalidArgument, match="allowed_token_ids"):
+        SamplingParams(allowed_token_ids=[10]).check_vocab(10)
+    with pytest.raises(InvalidArgument, match="logit_bias"):
+        SamplingParams(logit_bias={10: 1.0}).check_vocab(10)
     with pytest.raises(InvalidArgument, match="logprobs: expected at most 10"):
         SamplingParams(logprobs=11).check_vocab(10)
 

@@ -25,7 +25,7 @@ from kvcore._kvcore import (
     available_simd,
     simd,
 )
-from kvcore.engine.sampling_params import SamplingParams
+from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from kvcore.errors import (
     CheckpointError,
     InvalidArgument,
@@ -41,12 +41,17 @@ from kvcore.errors import (
 
 if TYPE_CHECKING:
     from kvcore import viz
+    from kvcore.async_llm import AsyncLLM
     from kvcore.llm import LLM
-    from kvcore.outputs import CompletionOutput, RequestOutput
+    from kvcore.outputs import BeamSearchOutput, CompletionOutput, RequestOutput, Usage
+    from kvcore.session import Session
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Batch",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
     "InvalidArgument",
@@ -63,17 +68,28 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Sequence",
+    "Session",
     "StaleBatch",
+    "StructuredOutputsParams",
     "Threads",
     "TileView",
     "UnsupportedSimd",
+    "Usage",
     "__version__",
     "available_simd",
     "simd",
     "viz",
 ]
 
-_LAZY = {"LLM": "kvcore.llm", "RequestOutput": "kvcore.outputs", "CompletionOutput": "kvcore.outputs"}
+_LAZY = {
+    "AsyncLLM": "kvcore.async_llm",
+    "BeamSearchOutput": "kvcore.outputs",
+    "CompletionOutput": "kvcore.outputs",
+    "LLM": "kvcore.llm",
+    "RequestOutput": "kvcore.outputs",
+    "Session": "kvcore.session",
+    "Usage": "kvcore.outputs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -101,7 +101,15 @@ def _root(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help='What to answer; "-" reads it from stdin.')],
+    prompt: Annotated[
+        str | None, typer.Argument(help='What to answer; "-" reads it from stdin.', show_default=False)
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file", "-f", help="Answer each line of a file, as one batch; prints a JSON object for each, in order."
+        ),
+    ] = None,
     model: _Model = DEFAULT_MODEL,
     kv_cache_dtype: _KvDtype = "auto",
     quantization: _Quantization = "auto",
@@ -113,6 +121,9 @@ def generate(
         bool, typer.Option("--no-cache", help="Compute everything again for each token, as if there were no KV cache.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Show blocks, requests, hit rate and times on stderr meanwhile.")
+    ] = False,
     num_threads: _Threads = None,
 ) -> None:
     """Answer a prompt, and show what it took.
@@ -120,18 +131,29 @@ def generate(
     The default model is fetched when it is used for the first time. A model without a chat template continues the text.
     """
     with _reporting():
-        text = _prompt(prompt)
+        if (prompt is None) == (file is None):
+            raise typer.BadParameter("expected either a prompt or --file")
         params = _params(max_tokens, temperature, seed)
-        with _open(model, kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_threads=num_threads) as llm:
+        options = {"kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "num_threads": num_threads}
+        if file is not None:
+            texts = _lines(file)
+            with _open(model, **options) as llm:
+                _answer_all(llm, texts, params, chat=not no_chat, use_cache=not no_cache, live=live)
+            return
+        text = _prompt(prompt or "")
+        with _open(model, **options) as llm:
             if no_chat or llm.chat_template is None:
                 stream = llm.stream(text, params, use_cache=not no_cache)
             else:
                 stream = llm.stream_chat([{"role": "user", "content": text}], params, use_cache=not no_cache)
             answer = _Answer(llm)
-            for item in stream:
-                piece = answer.add(item)
-                if not as_json:
-                    print(piece, end="", flush=True)
+            with _viewed(llm, live):
+                for item in stream:
+                    piece = answer.add(item)
+                    if not as_json and not live:  # the view has the terminal to itself
+                        print(piece, end="", flush=True)
+            if live and not as_json:
+                print(answer.as_dict()["text"], end="", flush=True)
             if as_json:
                 print(
                     json.dumps({"model": llm.name, "prompt": text, **answer.as_dict()}, ensure_ascii=False), flush=True
@@ -309,6 +331,45 @@ class _Answer:
                 "tokens_per_second": answer / metrics.e2e_time if metrics.e2e_time else 0.0,
             },
         }
+
+
+def _answer_all(llm: LLM, texts: list[str], params: Any, *, chat: bool, use_cache: bool, live: bool) -> None:
+    """Answer all in one batch, and print a JSON object for each."""
+    progress = False if live else None
+    with _viewed(llm, live):
+        if chat and llm.chat_template is not None:
+            conversations: list[Any] = [[{"role": "user", "content": text}] for text in texts]
+            outputs = llm.chat(conversations, params, use_cache=use_cache, progress=progress)
+        else:
+            outputs = llm.generate(texts, params, use_cache=use_cache, progress=progress)
+    for text, output in zip(texts, outputs, strict=True):
+        answer = _Answer(llm)
+        answer.add(output)
+        print(json.dumps({"model": llm.name, "prompt": text, **answer.as_dict()}, ensure_ascii=False), flush=True)
+
+
+@contextmanager
+def _viewed(llm: LLM, live: bool) -> Iterator[None]:
+    """Show what happens, if that is wanted."""
+    if not live:
+        yield
+        return
+    from kvcore.live import live_view
+
+    with live_view(llm):
+        yield
+
+
+def _lines(path: str) -> list[str]:
+    """The lines of a file that are not empty."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.rstrip("\n") for line in file if line.strip()]
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"--file: expected UTF-8, got other bytes in {path}") from None
+    if not lines:
+        raise InvalidArgument(f"--file: expected at least one line that is not empty, got none in {path}")
+    return lines
 
 
 def _open(model: str, **options: Any) -> LLM:

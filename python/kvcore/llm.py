@@ -8,37 +8,31 @@ All calls on an ``LLM`` share one engine, and whoever steps it takes the request
 
 from __future__ import annotations
 
-import itertools
-import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from numbers import Integral
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from kvcore.dispatch import Dispatcher
 from kvcore.engine.engine import Engine
+from kvcore.engine.intake import Marks
 from kvcore.engine.interfaces import FloatArray
-from kvcore.engine.sampling_params import SamplingParams
-from kvcore.errors import InvalidArgument, InvalidState
+from kvcore.engine.logits import Constraint
+from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
+from kvcore.errors import InvalidArgument
 from kvcore.loading import Options, Parts, load_parts, make_chat_template, parts_from_config
-from kvcore.outputs import RequestOutput
-from kvcore.reply import Reply
+from kvcore.outputs import BeamSearchOutput, RequestOutput
+from kvcore.progress import progress_bar
+from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
+from kvcore.prompts import Prompt, Prompts, is_batch
+from kvcore.reply import Reply, Submission
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from kvcore.checkpoint.config import GenerationConfig
+    from kvcore.structured import Grammars
     from kvcore.text.chat import ChatTemplate
     from kvcore.text.tokenizer import Tokenizer
-
-Prompt = Any
-"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
-
-_PROGRESS_FROM = 8
 
 
 class LLM:
@@ -67,6 +61,9 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         prefix_ttl: float | None = 300.0,
+        prompt_cache_min_tokens: int = 1024,
+        swap_space: int = 0,
+        scheduling_policy: str = "fcfs",
         num_threads: int | None = None,
         seed: int | None = None,
     ) -> None:
@@ -97,6 +94,11 @@ class LLM:
             enable_prefix_caching: share the blocks of equal front parts, also those of ended requests.
             prefix_ttl: seconds that a prefix is kept after the last request that used it; a hit renews it. None: until
                 its space is needed.
+            prompt_cache_min_tokens: marks (``cache_control``) of prefixes with fewer tokens are ignored.
+            swap_space: bytes of a temporary file for blocks that give way to others, those of preempted requests among
+                them. They come back from there instead of being computed again. 0: none.
+            scheduling_policy: fcfs (who came first goes first), or priority: by the ``priority`` of each call, smaller
+                first. A step of priority is worth 256 requests, so that nobody waits for ever.
             num_threads: threads of the kernels. None: one per core that the process may use.
             seed: makes requests without a seed reproducible, given the order of submission.
 
@@ -119,6 +121,9 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             prefix_ttl=prefix_ttl,
+            prompt_cache_min_tokens=prompt_cache_min_tokens,
+            swap_space=swap_space,
+            scheduling_policy=scheduling_policy,
             num_threads=num_threads,
             seed=seed,
         )
@@ -172,20 +177,21 @@ class LLM:
         self._decoder = parts.decoder
         self._tokenizer = parts.tokenizer
         self._chat_template = parts.chat_template
-        self._engine = Engine(
+        self._eos_token_ids = tuple(parts.generation.eos_token_ids) if parts.generation is not None else ()
+        self._engine: Engine | None = Engine(
             parts.decoder,
-            eos_token_ids=parts.generation.eos_token_ids if parts.generation is not None else (),
+            eos_token_ids=self._eos_token_ids,
             max_model_len=parts.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            scheduling_policy=options.scheduling_policy,
+            enable_prefix_caching=options.enable_prefix_caching,
             seed=options.seed,
         )
-        self._replies: dict[str, Reply] = {}
-        self._ids = map(str, itertools.count())
-        self._closed = False
-        # Reentrant: a garbage collector may close an iterator of stream() in the middle of a step.
-        self._lock = threading.RLock()
-        self._here = _Presence()
+        self._dispatcher = Dispatcher(self._engine, parts.tokenizer)
+        self._prompts = Prompts(parts.tokenizer, parts.name)
+        self._min_marked_tokens = options.prompt_cache_min_tokens
+        self._grammars: Grammars | None = None
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -196,6 +202,9 @@ class LLM:
         *,
         use_cache: bool = True,
         progress: bool | None = None,
+        priority: int | list[int] = 0,
+        timeout: float | None = None,
+        callback: Callable[[RequestOutput], Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several prompts; several decode together in one batch.
 
@@ -207,6 +216,11 @@ class LLM:
             use_cache: False computes everything again for each token, as if there were no KV cache. The tokens are
                 the same; ``num_computed_tokens`` tells the difference.
             progress: show a progress bar on stderr. None: on a terminal, from 8 prompts on.
+            priority: smaller goes first, where the scheduling policy is "priority"; for all, or a list.
+            timeout: seconds after which requests that have not ended are aborted, with what they have until then
+                (``finish_reason`` "abort", ``stop_reason`` "timeout").
+            callback: is called for each request with what is new of it after each step, as the items of ``stream``.
+                If it raises, that request is aborted, its output's ``error`` says why, and all others go on.
 
         Returns:
             One output per prompt, in order.
@@ -219,7 +233,9 @@ class LLM:
             All are checked for every prompt before any runs. Whatever is raised, Ctrl-C included, ends the whole call
             and returns its blocks.
         """
-        return self._run(self._inputs(prompts), params, use_cache, progress)
+        asked = [(text, token_ids, ()) for text, token_ids in self._prompts.inputs(prompts)]
+        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        return [reply.output() for reply in replies]
 
     def chat(
         self,
@@ -230,13 +246,18 @@ class LLM:
         add_generation_prompt: bool = True,
         use_cache: bool = True,
         progress: bool | None = None,
+        priority: int | list[int] = 0,
+        timeout: float | None = None,
+        callback: Callable[[RequestOutput], Any] | None = None,
         **template_values: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
 
         Args:
-            messages: a conversation, a list of {"role": ..., "content": ...}; or a list of conversations.
-            params, use_cache, progress: as ``generate``.
+            messages: a conversation, a list of {"role": ..., "content": ...}; or a list of conversations. A content is
+                a text or a list of blocks {"type": "text", "text": ...}. A message or block may have a
+                "cache_control", see ``kvcore.prompt_caching``.
+            params, use_cache, progress, priority, timeout, callback: as ``generate``.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt: end the prompt with the start of the assistant's turn.
             template_values: further variables of the template, such as ``tools``.
@@ -245,23 +266,39 @@ class LLM:
             One output per conversation.
 
         Raises:
-            As ``generate``; InvalidArgument if there is no template, or if it refuses the conversation.
+            As ``generate``; InvalidArgument if there is no template, if it refuses the conversation, or for marks that
+            are not as they should be.
         """
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages: expected a list of messages, got {type(messages).__name__}")
         if not messages:
             raise InvalidArgument("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        inputs: list[tuple[str | None, Any]] = []
-        for conversation in conversations:
-            text = self.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                **template_values,
-            )
-            inputs.append((text, self._encode(text, add_special_tokens=False)))
-        return self._run(inputs, params, use_cache, progress)
+        values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
+        asked = [self._conversation(conversation, values) for conversation in conversations]
+        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        return [reply.output() for reply in replies]
+
+    def beam_search(
+        self, prompts: Prompt | list[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """The most probable answers to each prompt, by beam search; beams share their blocks.
+
+        Args:
+            prompts, progress: as ``generate``.
+            params: width, length and penalty.
+
+        Returns:
+            One output per prompt, in order; its ``sequences`` are the answers, the best first.
+
+        Raises:
+            As ``generate``; OutOfBlocks also for a prompt whose beams could never fit.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
+        inputs = self._prompts.inputs(prompts)
+        replies = self._run([Submission(text=text, token_ids=ids, params=params) for text, ids in inputs], progress)
+        return [reply.beams() for reply in replies]
 
     def stream(
         self,
@@ -269,27 +306,31 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         use_cache: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt token by token.
 
         The prompt is checked here; work begins when the first item is asked for. Leaving the loop, or closing the
-        iterator, aborts the request and returns its blocks.
+        iterator, aborts the request and returns its blocks. A loop that is slow misses nothing: what other calls
+        have computed of this request meanwhile comes with its next item.
 
         Args:
-            prompt, params, use_cache: as ``generate``, one prompt.
+            prompt, params, use_cache, priority, timeout: as ``generate``, one prompt.
 
         Yields:
-            An output after each step, whose ``outputs[0].text`` and ``.token_ids`` are what is new. (Other calls
+            An output after each step, whose ``outputs[i].text`` and ``.token_ids`` are what is new. (Other calls
             may have advanced the request meanwhile: then it is more than one token.) The pieces of text never split a
-            character, and joined they are the whole text. The last item has ``finished`` set.
+            character, and joined they are the whole text. The last item has ``finished`` set. With ``best_of`` above
+            ``n`` there is one item, at the end.
 
         Raises:
             As ``generate``.
         """
-        inputs = self._inputs(prompt)
-        if len(inputs) != 1 or _is_batch(prompt):
+        inputs = self._prompts.inputs(prompt)
+        if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        return self._stream(*inputs[0], params, use_cache)
+        return self._stream(self._submissions([(*inputs[0], ())], params, use_cache, priority, timeout)[0])
 
     def stream_chat(
         self,
@@ -299,13 +340,14 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         use_cache: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
         **template_values: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation token by token: ``chat`` and ``stream`` in one."""
-        text = self.render_chat(
-            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt, **template_values
-        )
-        return self._stream(text, self._encode(text, add_special_tokens=False), params, use_cache)
+        values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
+        asked = [self._conversation(messages, values)]
+        return self._stream(self._submissions(asked, params, use_cache, priority, timeout)[0])
 
     def logits(self, token_ids: Any) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].
@@ -316,9 +358,9 @@ class LLM:
             InvalidArgument, TypeError: no list of ids that the model takes, or a list that is too long for it.
             OutOfBlocks: the cache lacks the space, or running requests leave too little of it.
         """
-        with self._here, self._lock:
-            self._check_open()
-            return self._engine.logits(token_ids)
+        dispatcher = self._dispatcher
+        with dispatcher.here, dispatcher.lock:
+            return dispatcher.engine.logits(token_ids)
 
     def calibrate(self, prompts: Prompt | list[Prompt]) -> None:
         """Find static scales of an fp8 cache from what the model writes for some sample text.
@@ -332,7 +374,8 @@ class LLM:
         Raises:
             InvalidState: the cache holds something, or it is not fp8 with static scales.
         """
-        with self._here, self._lock:
+        dispatcher = self._dispatcher
+        with dispatcher.here, dispatcher.lock:
             self._check_open()
             params = SamplingParams(max_tokens=1, temperature=0.0)
             self._decoder.cache.calibrate(lambda: self.generate(prompts, params))
@@ -379,20 +422,15 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Counts over the life of this LLM (``EngineMetrics``), of the moment, and of the cache under "cache"."""
-        with self._here, self._lock:
-            self._check_open()
-            return self._engine.stats()
+        dispatcher = self._dispatcher
+        with dispatcher.here, dispatcher.lock:
+            return dispatcher.engine.stats()
 
     def close(self) -> None:
         """Abort all requests and give weights and cache back. Later calls raise InvalidState; closing again is fine."""
-        with self._here, self._lock:
-            if self._closed:
-                return
-            for request_id in list(self._replies):
-                self._engine.abort(request_id)
-            self._closed = True
-            self._decoder = None
-            del self._engine
+        self._dispatcher.close()
+        self._decoder = None
+        self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -403,215 +441,119 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<LLM {self.name}{' (closed)' if self._closed else ''}>"
+        return f"<LLM {self.name}{' (closed)' if self._dispatcher.closed else ''}>"
 
-    # -- prompts --------------------------------------------------------------------------------------------------
+    # -- what calls ask for ---------------------------------------------------------------------------------------
 
-    def _inputs(self, prompts: Prompt | list[Prompt]) -> list[tuple[str | None, Any]]:
-        """Each prompt as its text, if it came as text, and its token ids."""
-        if not _is_batch(prompts):
-            return [self._input(prompts, "prompt")]
-        if len(prompts) == 0:
-            raise InvalidArgument("prompts: expected at least one prompt, got an empty list")
-        return [self._input(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    def _conversation(self, messages: Any, template_values: dict[str, Any]) -> tuple[str, list[int], Marks]:
+        """The prompt of a conversation as text and token ids, and the marks in it."""
+        plain, marks = take_marks(messages)
+        text = self.render_chat(plain, **template_values)
+        token_ids = self._prompts.encode(text, add_special_tokens=False)
+        if not marks:
+            return text, token_ids, ()
+        places = [find_mark(mark, plain, text, lambda m: self.render_chat(m, **template_values)) for mark in marks]
+        prefixes = [self._prompts.encode(text[:place], add_special_tokens=False) for place in places]
+        return text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens)
 
-    def _input(self, prompt: Prompt, where: str) -> tuple[str | None, Any]:
-        if isinstance(prompt, Mapping):
-            known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if len(prompt) != 1 or not known:
-                raise InvalidArgument(
-                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt', got the keys {list(prompt)}"
-                )
-            prompt = prompt[known[0]]
-            if isinstance(prompt, str) != (known[0] == "prompt"):
-                kind = "a string" if known[0] == "prompt" else "a list of token ids"
-                raise TypeError(f"{where}[{known[0]!r}]: expected {kind}, got {type(prompt).__name__}")
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
-            return prompt, self._encode(prompt, add_special_tokens=True)
-        if not isinstance(prompt, (list, tuple, range, np.ndarray)) or getattr(prompt, "ndim", 1) == 0:
-            raise TypeError(f"{where}: expected a string, a list of token ids or a dict, got {type(prompt).__name__}")
-        if len(prompt) == 0:
-            raise InvalidArgument(f"{where}: expected at least one token, got none")
-        return None, prompt
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if self._tokenizer is None:
-            raise InvalidArgument(
-                f"prompt: expected token ids, because {self.name} came without a tokenizer, got a string"
+    def _submissions(
+        self,
+        asked: Sequence[tuple[str | None, Any, Marks]],
+        params: Any,
+        use_cache: bool = True,
+        priority: int | list[int] = 0,
+        timeout: float | None = None,
+        callback: Callable[[RequestOutput], Any] | None = None,
+    ) -> list[Submission]:
+        if not isinstance(use_cache, bool):
+            raise TypeError(f"use_cache: expected True or False, got {use_cache!r}")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
+            raise TypeError(f"timeout: expected None or seconds, got {timeout!r}")
+        if timeout is not None and not timeout >= 0:
+            raise InvalidArgument(f"timeout: expected None or seconds of at least 0, got {timeout}")
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback: expected a function, got {callback!r}")
+        priorities = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(asked)
+        if len(priorities) != len(asked):
+            raise InvalidArgument(f"priority: expected one for each of the {len(asked)} prompts, got {len(priorities)}")
+        for value in priorities:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"priority: expected an integer or a list of them, got {value!r}")
+        return [
+            Submission(
+                text=text,
+                token_ids=token_ids,
+                params=each,
+                use_cache=use_cache,
+                priority=rank,
+                timeout=timeout,
+                marks=marks,
+                make_constraint=self._constraint(each),
+                callback=callback,
             )
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            for (text, token_ids, marks), each, rank in zip(
+                asked, self._prompts.params(params, len(asked)), priorities, strict=True
+            )
+        ]
 
-    def _params(self, params: Any, count: int) -> list[SamplingParams]:
-        if params is None:
-            params = SamplingParams()
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * count
-        if len(each) != count:
-            raise InvalidArgument(f"params: expected one for each of the {count} prompts, got {len(each)}")
-        for item in each:
-            if not isinstance(item, SamplingParams):
-                raise TypeError(f"params: expected SamplingParams or a list of them, got {type(item).__name__}")
-            if item.stop_strings and self._tokenizer is None:
-                raise InvalidArgument(
-                    f"SamplingParams.stop: expected none, because {self.name} came without a tokenizer"
-                )
-        return each
+    def _constraint(self, params: SamplingParams) -> Callable[[], Constraint] | None:
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            from kvcore.structured import Grammars
+
+            assert self._tokenizer is not None  # params are checked
+            self._grammars = Grammars(self._tokenizer, self._decoder.spec.vocab_size, self._eos_token_ids)
+        return self._grammars.compile(params.structured_outputs)
+
+    def _check_open(self) -> None:
+        self._dispatcher.engine  # noqa: B018 - raises
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, inputs: list[tuple[str | None, Any]], params: Any, use_cache: bool, progress: bool | None
-    ) -> list[RequestOutput]:
-        replies: list[Reply] = []
+    def _run(self, submissions: list[Submission], progress: bool | None) -> list[Reply]:
+        """Run requests to their ends. Whatever is raised, they are gone from the engine then."""
+        dispatcher, replies = self._dispatcher, list[Reply]()
         try:
-            self._submit(replies, inputs, self._params(params, len(inputs)), use_cache)
-            with _progress_bar(len(replies), progress) as show:
+            dispatcher.submit(replies, submissions)
+            with progress_bar(len(replies), progress) as show:
                 while not all(reply.finished for reply in replies):
-                    self._advance(replies)
+                    dispatcher.advance(replies)
                     show(sum(reply.finished for reply in replies))
-            outputs = [reply.output() for reply in replies]
-            self._drop(replies)
-            return outputs
+            dispatcher.drop(replies)
+            return replies
         except BaseException:
             # Not `finally`, and twice: Ctrl-C may interrupt the clean-up as well. Dropping can be repeated.
             try:
-                self._drop(replies)
+                dispatcher.drop(replies)
             except BaseException:
-                self._drop(replies)
+                dispatcher.drop(replies)
                 raise
             raise
 
-    def _stream(self, text: str | None, token_ids: Any, params: Any, use_cache: bool) -> Iterator[RequestOutput]:
-        checked = self._params(params, 1)
-        with self._here, self._lock:
-            self._check_open()
-            token_ids = self._engine.check_request(token_ids, checked[0])
+    def _stream(self, submission: Submission) -> Iterator[RequestOutput]:
+        dispatcher = self._dispatcher
+        submission = dispatcher.check(submission)
 
         def items() -> Iterator[RequestOutput]:
             replies: list[Reply] = []
             try:
-                self._submit(replies, [(text, token_ids)], checked, use_cache)
-                reply = replies[0]
+                dispatcher.submit(replies, [submission])
                 finished = False
                 while not finished:
-                    if not reply.has_news:  # else another call has advanced it meanwhile
-                        self._advance(replies)
-                    with self._here, self._lock:
-                        reply.raise_error()
-                        item = reply.output(new=True) if reply.has_news else None
+                    if not replies[0].has_news:  # else another call has advanced it meanwhile
+                        dispatcher.advance(replies)
+                    item = dispatcher.news(replies[0])
                     if item is not None:
                         finished = item.finished
                         yield item
-                self._drop(replies)
+                dispatcher.drop(replies)
             except BaseException:  # GeneratorExit, too
                 try:
-                    self._drop(replies)
+                    dispatcher.drop(replies)
                 except BaseException:
-                    self._drop(replies)
+                    dispatcher.drop(replies)
                     raise
                 raise
 
         return items()
-
-    def _submit(
-        self,
-        replies: list[Reply],
-        inputs: list[tuple[str | None, Any]],
-        params: list[SamplingParams],
-        use_cache: bool,
-    ) -> None:
-        """Check all prompts, then give them to the engine. What must be dropped later is in ``replies``, always."""
-        if not isinstance(use_cache, bool):
-            raise TypeError(f"use_cache: expected True or False, got {use_cache!r}")
-        with self._here, self._lock:
-            self._check_open()
-            checked = [self._engine.check_request(ids, p) for (_, ids), p in zip(inputs, params, strict=True)]
-            for (text, _), token_ids, item in zip(inputs, checked, params, strict=True):
-                reply = Reply(next(self._ids), text, item, self._tokenizer, self._stop)
-                replies.append(reply)
-                self._replies[reply.request_id] = reply
-                reply.seq = self._engine.add_request(reply.request_id, token_ids, item, use_cache=use_cache)
-
-    def _advance(self, replies: list[Reply]) -> None:
-        """Step the engine for everybody, unless another thread has finished these requests meanwhile."""
-        with self._here, self._lock:
-            for reply in replies:  # a step of another call that raised has told nobody
-                self._follow(reply)
-            if not all(reply.finished for reply in replies):
-                self._check_open()
-                for output in self._engine.step():
-                    self._follow(self._replies.get(output.request_id))
-        for reply in replies:
-            reply.raise_error()
-        if self._here.others:
-            time.sleep(1e-4)  # a lock is not fair: without a pause this thread would take it again at once
-
-    def _follow(self, reply: Reply | None) -> None:
-        if reply is None:
-            return
-        try:
-            reply.advance()
-        except Exception as error:  # concerns this request only; the call that owns it raises it
-            reply.error, reply.finished = error, True
-            self._engine.abort(reply.request_id)
-
-    def _stop(self, request_id: str, stop: str | None) -> None:
-        self._engine.finish(request_id, "stop", stop)
-
-    def _drop(self, replies: list[Reply]) -> None:
-        """Forget requests, and abort those that have not ended. Can be repeated."""
-        with self._here, self._lock:
-            for reply in replies:
-                if not self._closed:
-                    self._engine.abort(reply.request_id)
-                self._replies.pop(reply.request_id, None)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidState("LLM: expected an open one, got a call after close()")
-
-
-class _Presence:
-    """Which threads hold or wait for the lock.
-
-    Only a hint, but one that cures itself: should an interrupt lose an exit, the thread's next one makes up for it.
-    """
-
-    def __init__(self) -> None:
-        self._threads: dict[int, None] = {}
-
-    def __enter__(self) -> None:
-        self._threads[threading.get_ident()] = None
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.pop(threading.get_ident(), None)
-
-    @property
-    def others(self) -> bool:
-        """Whether any thread is here, asked by one that has left."""
-        return bool(self._threads)
-
-
-def _is_batch(prompts: Any) -> bool:
-    """Whether this is a list of prompts, not one prompt. (A list of token ids is one prompt.)"""
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim > 1
-    return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
-
-
-@contextmanager
-def _progress_bar(total: int, wanted: bool | None) -> Iterator[Any]:
-    """Yields ``show(number finished)``."""
-    if wanted is None:
-        wanted = total >= _PROGRESS_FROM and sys.stderr.isatty()
-    if not wanted:
-        yield lambda finished: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda finished: bar.update(task, completed=finished)

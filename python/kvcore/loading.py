@@ -6,6 +6,7 @@ Each part is built by one small function here, and each heavy module is imported
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -63,6 +64,9 @@ class Options:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     prefix_ttl: float | None = 300.0
+    prompt_cache_min_tokens: int = 1024
+    swap_space: int = 0
+    scheduling_policy: str = "fcfs"
     num_threads: int | None = None
     seed: int | None = None
 
@@ -78,6 +82,9 @@ class Options:
         for name in ("kv_cache_memory", "num_kv_blocks", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), 1, maxima.get(name))
+        for name in ("prompt_cache_min_tokens", "swap_space"):
+            _check_integer(name, getattr(self, name), 0)
+        _name("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         if self.seed is not None:
             _check_integer("seed", self.seed, 0)
         if self.block_size % 16 != 0:
@@ -228,6 +235,8 @@ def make_cache(
         prefix_ttl=options.prefix_ttl,
         threads=threads,
         fingerprint=fingerprint,
+        spill_dir=tempfile.gettempdir() if options.swap_space else None,
+        spill_bytes=options.swap_space or None,
     )
 
 

@@ -1,32 +1,37 @@
 """The engine: requests come and go, and each step takes all running ones one batch further. Token ids only.
 
-    step():  items  = scheduler.schedule()               who goes into the batch, with how many tokens
-             batch  = cache.plan(items)                  their slots, all or nothing
+    step():  items  = scheduler.schedule()               who goes into the batch, with how many tokens, and their slots
              logits = model.forward(batch, ...)          writes and reads the cache layer by layer
              cache.commit(batch)                         the tokens now have keys and values
              for each sequence whose known tokens are all stored: sample the next one, append it or end
 
-A request ends with "stop" (an end-of-sequence id, a stop token id or a stop string), "length" or "abort", or an error
-ends it. If anything raises inside of a step, KeyboardInterrupt included, every sequence of that batch is ended
-with that error and its blocks are returned, because nobody can know how far it got; the exception goes on to the
-caller, all others wait on untouched, and the engine can be used at once. Logits that are not finite end only the
-request whose row has them.
+A request is one sequence, or ``n`` that fork when the prompt has been computed, or the beams of a search. It ends with
+"stop" (an end-of-sequence id, a stop token id or a stop string), "length" or "abort" (by the caller, or because its
+time is over), or an error ends it. If anything raises inside of a step, KeyboardInterrupt included, every request of
+that batch is ended with that error and its blocks are returned, because nobody can know how far it got; the exception
+goes on to the caller, all others wait on untouched, and the engine can be used at once. Logits that are not finite end
+only the request whose row has them. Blocks that run out end nobody: see ``scheduler.py``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvcore.engine import policy
+from kvcore.engine.batch import batch_rows, prompt_rows
+from kvcore.engine.beams import BeamSearch
+from kvcore.engine.intake import Intake, Marks
 from kvcore.engine.interfaces import Cache, FloatArray, Model
-from kvcore.engine.metrics import EngineMetrics, RequestMetrics
-from kvcore.engine.sampler import Logprob, Sampled, make_generator, sample
-from kvcore.engine.sampling_params import SamplingParams
+from kvcore.engine.logits import Constraint
+from kvcore.engine.metrics import EngineMetrics
+from kvcore.engine.sampler import Logprob, Sampled, logprobs, sample
+from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.engine.scheduler import Item, Scheduler
 from kvcore.engine.sequence import Sequence
 from kvcore.errors import InvalidArgument, InvalidState, KvcoreError, OutOfBlocks
@@ -38,10 +43,11 @@ class StepOutput:
 
     Attributes:
         request_id: the request.
-        token_id: the token it got; None if it got none, but an error.
+        token_id: the token it got; None if it got none, but an error or its end.
         logprobs: of this position, if asked for.
         finish_reason: "stop" or "length" if this token ended it.
         error: what ended it, if it could not go on.
+        index: which of the request's answers.
     """
 
     request_id: str
@@ -49,6 +55,7 @@ class StepOutput:
     logprobs: dict[int, Logprob] | None = None
     finish_reason: str | None = None
     error: KvcoreError | None = None
+    index: int = 0
 
 
 class Engine:
@@ -62,6 +69,9 @@ class Engine:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        scheduling_policy: str = "fcfs",
+        reservation: str = "known",
+        enable_prefix_caching: bool = True,
         seed: int | None = None,
     ) -> None:
         """Make an engine.
@@ -72,10 +82,14 @@ class Engine:
             max_model_len: the most tokens of a sequence, prompt and answer; None: what the cache can hold.
             max_num_seqs: the most sequences that run at once.
             max_num_batched_tokens: the most tokens of a step.
+            scheduling_policy: "fcfs", or "priority": by each request's priority, which ages (``policy.py``).
+            reservation: how much of the cache a request takes when it is let in: "known", or one of the ways of
+                contiguous memory, for comparison (``policy.reservation``).
+            enable_prefix_caching: whether the cache shares prefixes, so that equal prompts are worth waiting for.
             seed: where requests without a seed get theirs from; None: from entropy.
 
         Raises:
-            InvalidArgument: a limit below 1.
+            InvalidArgument: a limit below 1, an unknown policy or reservation.
         """
         limits = {
             "max_num_seqs": max_num_seqs,
@@ -85,15 +99,31 @@ class Engine:
         for name, limit in limits.items():
             if limit is not None and limit < 1:
                 raise InvalidArgument(f"{name}: expected an integer of at least 1, got {limit}")
+        if scheduling_policy not in policy.POLICIES:
+            raise InvalidArgument(f"scheduling_policy: expected one of fcfs, priority, got {scheduling_policy!r}")
         self._model = model
         self._cache: Cache = model.cache
-        self._vocab_size = int(model.spec.vocab_size)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._seed = seed
-        self._scheduler = Scheduler(model, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self._sequences: dict[str, Sequence] = {}
+        self._scheduler = Scheduler(
+            model,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            reservation=None if reservation == "known" else policy.reservation(reservation, max_model_len),
+            share_prompts=enable_prefix_caching,
+        )
+        self._intake = Intake(
+            self._scheduler.space,
+            vocab_size=int(model.spec.vocab_size),
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            scheduling_policy=scheduling_policy,
+            mark_prefixes=enable_prefix_caching,
+            seed=seed,
+        )
+        self._requests: dict[str, list[Sequence]] = {}
+        self._deadlines: dict[str, float] = {}
         self._stepping = False
         self._abort_after_step: list[str] = []
         self.metrics = EngineMetrics()
@@ -101,22 +131,23 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._sequences)
+        return bool(self._requests)
 
-    def check_request(self, prompt_token_ids: Any, params: SamplingParams) -> list[int]:
-        """Say whether ``add_request`` would take a request, and return its prompt as a list.
-
-        Raises:
-            InvalidArgument: an empty prompt, one longer than ``max_model_len``, an id that the vocabulary lacks.
-            OutOfBlocks: a prompt that would not fit into the cache even if nothing else were in it.
-            TypeError: something that is no list of token ids.
-        """
-        token_ids = self._check_prompt(prompt_token_ids)
-        params.check_vocab(self._vocab_size)
-        return token_ids
+    def check_request(self, prompt_token_ids: Any, params: SamplingParams | BeamSearchParams) -> list[int]:
+        """Say whether ``add_request`` would take a request, and return its prompt as a list. See ``Intake.check``."""
+        return self._intake.check(prompt_token_ids, params)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Any, params: SamplingParams, *, use_cache: bool = True
+        self,
+        request_id: str,
+        prompt_token_ids: Any,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        use_cache: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
+        marks: Marks = (),
+        make_constraint: Callable[[], Constraint] | None = None,
     ) -> Sequence:
         """Put a request in the queue.
 
@@ -127,69 +158,64 @@ class Engine:
         Args:
             request_id: a name that no unfinished request has.
             prompt_token_ids: the prompt, at least one id.
-            params: how to sample.
+            params: how to sample, or how to search.
             use_cache: False computes the whole sequence again for every token, as if there were no cache. The tokens
-                are the same.
+                are the same. Not for beam search.
+            priority: smaller goes first, where the policy is "priority".
+            timeout: seconds from now after which it is aborted, with the stop reason "timeout".
+            marks: prefixes of the prompt that the cache shall keep for a time of their own.
+            make_constraint: makes the grammar that an answer must follow, a new one for each.
 
         Returns:
-            The sequence, which tells how far the request has got.
+            The sequence, which tells how far the request has got; others are its ``siblings``.
 
         Raises:
-            What ``check_request`` raises, and InvalidArgument for a name that is taken.
+            What ``Intake.check`` raises, and InvalidArgument for a name that is taken.
         """
-        if request_id in self._sequences:
+        if request_id in self._requests:
             raise InvalidArgument(f"request_id: expected one that no unfinished request has, got {request_id!r} again")
-        token_ids = self.check_request(prompt_token_ids, params)
-        max_new_tokens = self._cache.num_blocks * self._cache.block_size - len(token_ids) + 1
-        if self._max_model_len is not None:
-            max_new_tokens = min(max_new_tokens, max(1, self._max_model_len - len(token_ids)))
-        if params.max_tokens is not None:
-            max_new_tokens = min(max_new_tokens, params.max_tokens)
-        generator = None
-        if not params.greedy:
-            # separate streams: a request seeded with 7 is not the LLM seeded with 7
-            request = self.metrics.num_requests
-            generator = (
-                make_generator(self._seed, 1, request) if params.seed is None else make_generator(params.seed, 0)
-            )
-        seq = Sequence(
+        sequences = self._intake.make(
             request_id,
+            prompt_token_ids,
             params,
-            token_ids,
-            len(token_ids),
-            max_new_tokens,
-            use_cache,
-            generator,
-            RequestMetrics(time.perf_counter()),
-            logprobs=None if params.logprobs is None else [],
+            use_cache=use_cache,
+            arrival=self.metrics.num_requests,
+            priority=priority,
+            marks=marks,
+            make_constraint=make_constraint,
         )
-        self._sequences[request_id] = seq
-        self._scheduler.add(seq)
+        first = sequences[0]
+        self._requests[request_id] = sequences
+        if timeout is not None:
+            self._deadlines[request_id] = first.metrics.arrival_time + timeout
+        self._scheduler.add(first)
         self.metrics.num_requests += 1
-        return seq
+        return first
 
     def abort(self, request_id: str) -> None:
         """End a request and return its blocks, whatever it is doing. Unknown and finished ones are left alone.
 
         During a step (a garbage collector may close an iterator at any moment) it takes effect right after it.
         """
-        self.finish(request_id, "abort")
-
-    def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request for a reason that the engine cannot see, such as a stop string. Else as ``abort``."""
-        seq = self._sequences.get(request_id)
-        if seq is None:
-            return
         if self._stepping:
             self._abort_after_step.append(request_id)
-        else:
-            self._end(seq, reason, stop_reason)
+            return
+        for seq in list(self._requests.get(request_id, ())):
+            self._end(seq, "abort")
+
+    def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None, index: int = 0) -> None:
+        """End one answer for a reason that the engine cannot see, such as a stop string. Not during a step."""
+        sequences = self._requests.get(request_id, ())
+        if self._stepping:
+            self._abort_after_step.append(request_id)
+        elif index < len(sequences):
+            self._end(sequences[index], reason, stop_reason)
 
     def step(self) -> list[StepOutput]:
         """Run one batch; does nothing if no request is there.
 
         Returns:
-            One output for every request that got a token or was ended by an error of its own.
+            One output for every answer that got a token or has ended.
 
         Raises:
             Whatever the model or the cache raises. The requests of the batch are ended with that error then.
@@ -220,15 +246,15 @@ class Engine:
             InvalidArgument, TypeError: as ``check_request``.
             OutOfBlocks: more blocks needed than there are, or than running requests leave.
         """
-        token_ids = self._check_prompt(token_ids)
-        total, size = len(token_ids), self._cache.block_size
-        needed, room = -(-total // size), self._scheduler.room()
-        if needed > room:
+        token_ids = self._intake.check_prompt(token_ids)
+        total, space = len(token_ids), self._scheduler.space
+        needed, free = space.to_come(0, 0, total), space.free()
+        if any(need > have for need, have in zip(needed, free, strict=True)):
             raise OutOfBlocks(
-                f"{total} tokens need {needed} blocks of {size}, and {room} are available: "
-                f"running requests hold or have reserved the rest of {self._cache.num_blocks}"
+                f"{total} tokens need {max(needed)} blocks of {space.block_size}, and {min(free)} are available: "
+                f"running requests hold the rest of {self._cache.num_blocks}"
             )
-        result = np.empty((total, self._vocab_size), np.float32)
+        result = np.empty((total, self._intake.vocab_size), np.float32)
         handles: list[Any] = []
         try:
             handles.extend(map(partial(self._cache.add, use_prefix=False), (token_ids,)))  # as Scheduler._open
@@ -248,6 +274,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """All counts, how many requests wait and run, and the counts of the cache under "cache"."""
+        self.metrics.num_preemptions = self._scheduler.num_preemptions
         return {
             **self.metrics.snapshot(),
             "num_waiting": len(self._scheduler.waiting),
@@ -255,74 +282,174 @@ class Engine:
             "cache": dict(self._cache.stats()),
         }
 
-    def _check_prompt(self, prompt_token_ids: Any) -> list[int]:
-        token_ids = as_token_ids(prompt_token_ids, self._vocab_size)
-        length, size, blocks = len(token_ids), self._cache.block_size, self._cache.num_blocks
-        if self._max_model_len is not None and length > self._max_model_len:
-            raise InvalidArgument(
-                f"prompt: expected at most {self._max_model_len} tokens (max_model_len), got {length} tokens"
-            )
-        needed = -(-length // size)
-        if needed > blocks:
-            raise OutOfBlocks(
-                f"a prompt of {length} tokens can never fit: {needed} blocks of {size} needed, {blocks} available"
-            )
-        return token_ids
+    # -- a step -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> list[StepOutput]:
-        scheduler, cache = self._scheduler, self._cache
-        items = scheduler.schedule()
+        outputs = self._expire() if self._deadlines else []
+        scheduler, metrics = self._scheduler, self.metrics
+        try:
+            items = scheduler.schedule()
+        except OutOfBlocks as error:
+            if scheduler.moving is not None or not scheduler.running:
+                raise
+            return outputs + self._end_stuck(scheduler.running[0], error)
         if not items:
-            return self._refuse_head()
+            if scheduler.waiting and not scheduler.running:
+                # nothing here will ever make room for it
+                outputs += self._end_stuck(scheduler.waiting[0])
+            return outputs
         now = time.perf_counter()
         for seq, _ in items:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
-                self.metrics.num_cached_tokens += seq.num_cached_tokens
-        batch = cache.plan([(seq.handles[0], n) for seq, n in items])
-        logits = self._model.forward(batch, *_rows(items))
-        cache.commit(batch)
+                metrics.num_cached_tokens += seq.num_cached_tokens
+        rows = batch_rows(items)
+        logits = self._model.forward(scheduler.batch, *rows)
+        self._cache.commit(scheduler.batch)
         for seq, n in items:
-            seq.num_stored += n
-            seq.num_computed_tokens += n
-            self.metrics.num_computed_tokens += n
-        self.metrics.num_steps += 1
-        ready = [seq for seq, _ in items if seq.num_missing == 0]
-        if not ready:
-            return []
-        sampled = sample(logits, [seq.params for seq in ready], [seq.generator for seq in ready])
-        now = time.perf_counter()
-        return [self._accept(seq, result, now) for seq, result in zip(ready, sampled, strict=True)]
+            recomputed = seq.num_recomputed_tokens
+            seq.store(n)
+            metrics.num_recomputed_tokens += seq.num_recomputed_tokens - recomputed
+        metrics.num_computed_tokens += len(rows[0])
+        metrics.num_steps += 1
+        return outputs + self._sample(items, logits)
 
-    def _accept(self, seq: Sequence, result: Sampled | InvalidState, now: float) -> StepOutput:
+    def _sample(self, items: list[Item], logits: FloatArray) -> list[StepOutput]:
+        """Give every sequence whose tokens are all stored its next one."""
+        takers: list[Sequence] = []
+        rows: list[int] = []
+        searches: dict[str, BeamSearch] = {}
+        row = 0
+        for seq, n in items:
+            if seq.prompt_logprobs is not None:
+                row = self._take_prompt_logprobs(seq, n, logits, row)
+            if seq.num_stored < len(seq.token_ids):
+                continue
+            if seq.search is not None:
+                seq.search.offer(seq.index, logits[row])
+                searches[seq.request_id] = seq.search
+            else:
+                answers = [seq, *self._fork(seq)] if seq.siblings else [seq]
+                takers += answers
+                rows += [row] * len(answers)
+            row += 1
+        outputs: list[StepOutput] = []
+        if takers:
+            chosen = logits if len(rows) == len(logits) and rows == list(range(len(rows))) else logits[rows]
+            sampled = sample(
+                chosen, [s.params for s in takers], [s.generator for s in takers], [s.adjust for s in takers]
+            )
+            now = time.perf_counter()
+            outputs = [self._accept(seq, result, now) for seq, result in zip(takers, sampled, strict=True)]
+        for request_id, search in searches.items():
+            if search.ready:
+                outputs += self._next_beams(self._requests[request_id], search)
+        return outputs
+
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        """Let the answers begin that share this sequence's prompt."""
+        siblings, seq.siblings, seq.seats = seq.siblings, [], 1
+        now = time.perf_counter()
+        for sibling in siblings:
+            if not sibling.finished:  # else aborted meanwhile
+                sibling.handles.extend(map(self._cache.fork, seq.handles))
+                sibling.num_stored = sibling.num_reached = seq.num_stored
+                sibling.num_cached_tokens = seq.num_cached_tokens
+                sibling.metrics.first_scheduled_time = now
+                self._scheduler.start(sibling)
+        return [sibling for sibling in siblings if not sibling.finished]
+
+    def _next_beams(self, sequences: list[Sequence], search: BeamSearch) -> list[StepOutput]:
+        """The beams that have offered their candidates go on, as the search says, or all end."""
+        running = sequences[: len(search.scores)]
+        steps = search.select([seq.token_ids[seq.prompt_len :] for seq in running])
+        now = time.perf_counter()
+        if not steps:
+            for seq, answer in zip(sequences, search.finished, strict=False):
+                seq.token_ids = seq.token_ids[: seq.prompt_len] + answer.token_ids
+                seq.cumulative_logprob, seq.finish_reason = answer.logprob, answer.reason
+                seq.metrics.last_token_time = now
+            self.metrics.num_generation_tokens += sum(len(answer.token_ids) for answer in search.finished)
+            for seq in sequences:
+                self._end(seq, seq.finish_reason or "length")
+            return [StepOutput(seq.request_id, None, None, seq.finish_reason, index=seq.index) for seq in sequences]
+        if sequences[0].num_generated == 0:
+            self.metrics.num_prompt_tokens += sequences[0].prompt_len
+        parents = [step.parent for step in steps]
+        known = [running[parent].token_ids for parent in parents]
+        for seq in running[len(steps) :]:  # too few tokens have any probability
+            self._scheduler.running.remove(seq)
+        # One C call from the cache's answer to the list, as in Scheduler._open.
+        search.handles.extend(map(self._cache.reorder, ([seq.handles[0] for seq in running],), (parents,)))
+        first = sequences[0]
+        for seq, step, token_ids, handle in zip(sequences, steps, known, search.handles[0], strict=False):
+            seq.token_ids = [*token_ids, step.token_id]
+            seq.handles[:] = [handle]
+            seq.num_stored, seq.num_cached_tokens = first.num_stored, first.num_cached_tokens
+            seq.metrics.token(now)
+            self._cache.append(handle, [step.token_id])
+        for seq in running[len(steps) :]:
+            seq.handles.clear()
+        search.handles.clear()
+        first.seats, first.siblings = 1, []
+        for seq in sequences[: len(steps)]:
+            seq.unit = sequences[: len(steps)]
+            if seq not in self._scheduler.running:
+                seq.num_reached = seq.num_stored
+                seq.metrics.first_scheduled_time = now
+                self._scheduler.start(seq)
+        return []
+
+    def _take_prompt_logprobs(self, seq: Sequence, n: int, logits: FloatArray, row: int) -> int:
+        """Note those of the prompt's tokens whose rows this step has computed; returns the row behind them."""
+        assert seq.prompt_logprobs is not None
+        assert seq.params.prompt_logprobs is not None
+        for position in prompt_rows(seq, seq.num_stored - n, seq.num_stored):
+            token = seq.token_ids[position + 1]
+            seq.prompt_logprobs.append(logprobs(logits[row], token, seq.params.prompt_logprobs))
+            row += 1
+        return row
+
+    def _accept(self, seq: Sequence, result: Sampled | KvcoreError, now: float) -> StepOutput:
         """Give a sequence its next token, and end it or make it ready for the one after."""
-        if isinstance(result, InvalidState):
+        if isinstance(result, KvcoreError):
             error = InvalidState(f"request {seq.request_id!r}, token {seq.num_generated}: {result}")
             self._end(seq, None, error=error)
-            return StepOutput(seq.request_id, error=error)
+            return StepOutput(seq.request_id, error=error, index=seq.index)
         token_id = result.token_id
-        if seq.num_generated == 0:
+        metrics = seq.metrics
+        if seq.num_generated == 0 and seq.index == 0:
             self.metrics.num_prompt_tokens += seq.prompt_len
         self.metrics.num_generation_tokens += 1
-        seq.metrics.token(now)
+        metrics.token(now)
+        if metrics.num_generation_tokens > 1:
+            self.metrics.histograms["inter_token_latency"].add(metrics.inter_token_latencies[-1])
         if seq.logprobs is not None and result.logprobs is not None:
             seq.logprobs.append(result.logprobs)
+        seq.cumulative_logprob += result.logprob
         seq.token_ids.append(token_id)
+        if seq.adjust is not None:
+            seq.adjust.accept(token_id)
         reason, stop_reason = self._end_reason(seq, token_id)
         if reason is not None:
             self._end(seq, reason, stop_reason)
-        elif seq.use_cache:
-            self._cache.append(seq.handles[0], [token_id])
-        else:
+        elif not seq.use_cache:
             self._scheduler.end_round(seq)
-        return StepOutput(seq.request_id, token_id, result.logprobs, reason)
+        elif seq.handles:
+            self._cache.append(seq.handles[0], [token_id])
+        return StepOutput(seq.request_id, token_id, result.logprobs, reason, index=seq.index)
 
     def _end_reason(self, seq: Sequence, token_id: int) -> tuple[str | None, int | None]:
         if token_id in self._eos_token_ids and not seq.params.ignore_eos:
             return "stop", None
         if token_id in seq.params.stop_ids:
             return "stop", token_id
+        if seq.adjust is not None and seq.adjust.finished:
+            seq.last_is_text = True
+            return "stop", None
         return ("length" if seq.num_generated >= seq.max_new_tokens else None), None
+
+    # -- how they end -----------------------------------------------------------------------------------------------
 
     def _end(
         self,
@@ -334,85 +461,60 @@ class Engine:
         if not seq.finished:
             seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
             seq.metrics.finished_time = time.perf_counter()
+            if seq.search is not None:
+                self._scheduler.free([handle for handles in seq.search.handles for handle in handles])
             self._scheduler.release(seq)
-            self.metrics.num_finished[reason or "error"] += 1
         # last, so that an end that was interrupted is still found and ended by the next attempt
-        self._sequences.pop(seq.request_id, None)
+        sequences = self._requests.get(seq.request_id)
+        if sequences is not None and seq in sequences and all(s.finished for s in sequences):
+            self._deadlines.pop(seq.request_id, None)
+            first = sequences[0]
+            first.metrics.finished_time = seq.metrics.finished_time
+            self._requests.pop(seq.request_id)
+            generated = sum(s.num_generated for s in sequences)
+            self.metrics.end(first.metrics, first.finish_reason or "error", first.prompt_len, generated)
 
-    def _refuse_head(self) -> list[StepOutput]:
-        """Nothing runs and the first in the queue was not let in: nothing here will ever make room for it."""
-        waiting = self._scheduler.waiting
-        if not waiting:
-            return []
-        seq = waiting[0]
-        cache, needed = self._cache, self._scheduler.worst_case(seq)
+    def _expire(self) -> list[StepOutput]:
+        """Abort the requests whose time is over."""
+        now = time.perf_counter()
+        outputs = []
+        for request_id in [name for name, deadline in self._deadlines.items() if deadline <= now]:
+            for seq in list(self._requests.get(request_id, ())):
+                if not seq.finished:
+                    outputs.append(StepOutput(request_id, finish_reason="abort", index=seq.index))
+                self._end(seq, "abort", "timeout")
+            self._deadlines.pop(request_id, None)
+        return outputs
+
+    def _end_stuck(self, seq: Sequence, cause: OutOfBlocks | None = None) -> list[StepOutput]:
+        """End a request that is alone and still does not get its blocks: others than the engine hold them."""
+        space = self._scheduler.space
+        needed = max(space.to_come(0, 0, len(seq.token_ids))) * len(seq.unit)
         error = OutOfBlocks(
-            f"request {seq.request_id!r}: {needed} blocks of {cache.block_size} tokens needed, "
-            f"{self._scheduler.room()} available: sequences outside of the engine hold the rest of {cache.num_blocks}"
+            f"request {seq.request_id!r}: {needed} blocks of {space.block_size} tokens needed, "
+            f"{min(space.free()) + sum(space.blocks(member.num_stored) for member in seq.unit)} available: "
+            f"sequences outside of the engine hold the rest of {self._cache.num_blocks}"
         )
-        self._end(seq, None, error=error)
-        return [StepOutput(seq.request_id, error=error)]
+        error.__cause__ = cause
+        outputs = []
+        for member in list(self._requests[seq.request_id]):
+            if not member.finished:
+                outputs.append(StepOutput(seq.request_id, error=error, index=member.index))
+            self._end(member, None, error=error)
+        return outputs
 
     def _recover(self, error: BaseException) -> None:
         scheduler = self._scheduler
         # an error on the way into the cache concerns that sequence only: the others have not been touched yet
-        concerned = [seq for seq, _ in scheduler.items] if scheduler.opening is None else [scheduler.opening]
+        concerned = [seq for seq, _ in scheduler.items] if scheduler.moving is None else [scheduler.moving]
         for seq in concerned:
-            self._end(seq, None, error=error)
+            for member in list(self._requests.get(seq.request_id, (seq,))):
+                self._end(member, None, error=error)
         self._after_step()
 
     def _after_step(self) -> None:
-        self._scheduler.items, self._scheduler.opening = [], None
+        self._scheduler.items, self._scheduler.batch, self._scheduler.moving = [], None, None
         self._stepping = False
         while self._abort_after_step:
             self.abort(self._abort_after_step[-1])
             self._abort_after_step.pop()
-
-
-def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Check that ``prompt`` is a list (or array) of token ids, at least one, and return it as a list of ints.
-
-    Raises:
-        InvalidArgument: it is empty, or an id is negative or not below ``vocab_size``.
-        TypeError: it is something else.
-    """
-    expected = "a list of token ids"
-    if isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise TypeError(f"prompt: expected {expected}, got an array of {prompt.dtype} with shape {prompt.shape}")
-        token_ids = prompt.tolist()
-    elif isinstance(prompt, (str, bytes, dict)) or not isinstance(prompt, Iterable):
-        raise TypeError(f"prompt: expected {expected}, got {type(prompt).__name__}")
-    else:
-        token_ids = list(prompt)
-    for kind in set(map(type, token_ids)):
-        if kind is not int and not issubclass(kind, np.integer):
-            raise TypeError(f"prompt: expected {expected}, got a list with {kind.__name__} in it")
-    if not token_ids:
-        raise InvalidArgument("prompt: expected at least one token, got none")
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
-        got = low if low < 0 else high
-        raise InvalidArgument(f"prompt: expected token ids from 0 to {vocab_size - 1} (the vocabulary), got {got}")
-    return [int(token_id) for token_id in token_ids]
-
-
-def _rows(items: list[Item]) -> tuple[Any, Any, Any, Any]:
-    """Token ids, positions and prompt lengths of a batch's rows in order, and the rows whose logits are wanted."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    prompt_lens: list[int] = []
-    logit_rows: list[int] = []
-    for seq, n in items:
-        end = seq.num_stored + n
-        token_ids += seq.token_ids[seq.num_stored : end]
-        positions += range(seq.num_stored, end)
-        prompt_lens += [seq.prompt_len] * n
-        if end == len(seq.token_ids):
-            logit_rows.append(len(token_ids) - 1)
-    return (
-        np.array(token_ids, np.int64),
-        np.array(positions, np.int64),
-        np.array(prompt_lens, np.int64),
-        np.array(logit_rows, np.int64),
-    )

@@ -59,6 +59,18 @@ class Cache(Protocol):
         """Mark a batch's tokens as computed."""
         ...
 
+    def fork(self, seq: Any, /) -> Any:
+        """A second sequence with the same tokens that shares all blocks."""
+        ...
+
+    def reorder(self, seqs: Any, parents: Any, /) -> list[Any]:
+        """Result i continues ``seqs[parents[i]]``; those that nobody continues are freed."""
+        ...
+
+    def mark(self, seq: Any, num_tokens: Any = None, /, *, ttl: float | None = None) -> None:
+        """Ask to keep the first ``num_tokens`` tokens for ``ttl`` seconds after their last use."""
+        ...
+
     def free(self, seq: Any, /) -> None:
         """Return a sequence's blocks."""
         ...

@@ -1,14 +1,24 @@
-"""Which tokens go into the next batch.
+"""Which tokens go into the next batch, and who must wait for it.
 
-    budget = max_num_batched_tokens
-    every running sequence that decodes:            its one token
-    every running sequence that is in its prompt:   as much of it as the budget still allows
-    while budget, room and seats are left:          admit the first waiting sequence, and a first chunk of its prompt
+    loop:
+        budget = max_num_batched_tokens
+        every running sequence that decodes:            its one token
+        every running sequence that is in its prompt:   as much of it as the budget still allows
+        while budget, room and seats are left:          the first that waits is let in, and a first chunk of its prompt
+        cache.plan(all of these)
+        if it lacks blocks:  preempt the running sequence that is last in order, let nobody in, and choose again
 
-First come, first served: nobody overtakes the head of the queue. Space in the cache decides who is admitted. A sequence
-is let in only if the blocks of its worst case, ceil((prompt + most new tokens - 1) / block size), are there after
-everything that the running ones may still take, so that decode never runs out of blocks and never deadlocks. Blocks
-that it shares with cached prefixes are not counted twice.
+The queue and the running sequences are in the policy's order (``policy.py``). Space in the cache decides who is let in:
+the blocks of all tokens that are *known now* must be there, beside those that running sequences still need for theirs,
+and one in a hundred must stay free for them to grow. So blocks can run out while answers grow. Then the last in order
+gives its blocks back, returns to its place in the queue, and is computed again later. What the prefix index still
+holds of it is not computed again; with a second tier of the cache that is everything, which makes this swapping.
+
+It never comes to a halt: the first in order is never preempted while anybody else holds blocks, and no request is
+taken that would not fit alone.
+
+A sequence that begins like one whose prompt is just being computed waits for those blocks instead of computing them as
+well. Others may go before it meanwhile, which ends with that prompt.
 
 Ctrl-C can raise KeyboardInterrupt between any two byte codes. So handles move with single C calls (``_open``), a handle
 is given up only after it is on the list of those to free (``_close``), and both can be repeated.
@@ -16,62 +26,104 @@ is given up only after it is on the list of those to free (``_close``), and both
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from kvcore.engine.interfaces import Cache, Handle, Model
+from kvcore.engine.policy import Reservation
 from kvcore.engine.sequence import Sequence, State
-from kvcore.errors import InvalidHandle
+from kvcore.engine.space import Space
+from kvcore.errors import InvalidHandle, OutOfBlocks
 
 Item = tuple[Sequence, int]
 """A sequence and how many of its next tokens go into the batch."""
+
+_PROMPT_LOGPROB_ROWS = 256
+"""A chunk of a prompt whose log probabilities are wanted: each row's logits are as wide as the vocabulary."""
 
 
 class Scheduler:
     """Keeps the waiting and the running sequences, and their handles in the cache.
 
     Attributes:
-        waiting: sequences that have not been admitted, in order of arrival.
-        running: sequences that have, in order of admission.
-        items: what ``schedule()`` has put in the batch.
-        opening: the sequence whose tokens are being handed to the cache, which is to blame if that raises.
+        waiting: sequences that wait, in order. (Of beams the first stands for all.)
+        running: sequences that have been let in, in order.
+        items, batch: what ``schedule()`` has chosen, and the cache's slots for it.
+        moving: the sequence that is on its way into the cache or out of it, which is to blame if that raises.
+        num_preemptions: how often blocks were taken back.
     """
 
-    def __init__(self, model: Model, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        reservation: Reservation | None = None,
+        share_prompts: bool = True,
+    ) -> None:
         self._model = model
         self._cache: Cache = model.cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._reserved: Reservation = reservation or (lambda seq: len(seq.token_ids))
+        self._share_prompts = share_prompts
+        self._headroom = 0 if reservation else max(1, self._cache.num_blocks // 100)
         self._to_free: list[Handle] = []
-        self._refused: tuple[Sequence, int] | None = None  # the head that did not fit, and the room there was
-        self.waiting: deque[Sequence] = deque()
+        self._refused: tuple[Sequence, list[int]] | None = None  # who did not fit, and the room there was
+        self.space = Space(self._cache, max_num_batched_tokens)
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.items: list[Item] = []
-        self.opening: Sequence | None = None
+        self.batch: Any = None
+        self.moving: Sequence | None = None
+        self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
-        """Put a sequence at the end of the queue."""
-        self.waiting.append(seq)
+        """Put a sequence in the queue."""
+        insort(self.waiting, seq, key=_order)
+
+    def start(self, seq: Sequence) -> None:
+        """Let a sequence run that has its handle already: a fork of a running one. Without a seat it waits."""
+        if len(self.running) < self._max_num_seqs:
+            seq.state = State.RUNNING
+            insort(self.running, seq, key=_order)
+        else:
+            self._close(seq)
+            self.add(seq)
 
     def schedule(self) -> list[Item]:
-        """Choose the next batch and admit whom it lets in. Empty if nobody can go on."""
-        self.items = []
-        self._sweep()
-        budget = self._max_num_batched_tokens
-        decoding = [seq for seq in self.running if seq.decoding]
-        prefilling = [seq for seq in self.running if not seq.decoding]
-        for seq in decoding + prefilling:
-            if budget == 0:
+        """Choose the next batch and get its slots, in ``batch``. Empty if nobody can go on.
+
+        Raises:
+            OutOfBlocks: the only running sequence lacks blocks, which others than this scheduler hold.
+        """
+        self._choose(admit=True)
+        while self.items:
+            try:
+                self.batch = self._cache.plan([(seq.handles[0], n) for seq, n in self.items])
                 break
-            if not seq.handles:
-                self.opening = seq
-                self._open(seq)
-                self.opening = None
-            budget -= self._take(seq, budget)
-        while budget and self.waiting and len(self.running) < self._max_num_seqs and self._admit(self.waiting[0]):
-            budget -= self._take(self.running[-1], budget)
+            except OutOfBlocks:
+                last = self.running[-1]
+                if all(seq in last.unit for seq in self.running):
+                    raise
+                self.preempt(last)
+                self._choose(admit=False)
         return self.items
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks back and put it in its place in the queue."""
+        self.moving = seq
+        for member in seq.unit:
+            self._close(member)
+            member.state = State.WAITING
+        self.running = [other for other in self.running if other not in seq.unit]
+        self.add(seq.unit[0])
+        self.num_preemptions += 1
+        seq.metrics.num_preemptions += 1
+        self.moving = None
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence out and free what it holds. Can be repeated, and does nothing if there is nothing to do."""
@@ -83,6 +135,7 @@ class Scheduler:
 
     def end_round(self, seq: Sequence) -> None:
         """Forget the keys and values of a running sequence that does without the cache; it starts over next step."""
+        seq.num_reached = 0
         self._close(seq)
 
     def free(self, handles: list[Handle]) -> None:
@@ -91,54 +144,119 @@ class Scheduler:
         handles.clear()
         self._sweep()
 
-    def room(self) -> int:
-        """Blocks that are free and that no running sequence will come to need."""
-        return self._cache.num_free_blocks - sum(self._blocks_to_come(seq) for seq in self.running)
+    def room(self) -> list[int]:
+        """Blocks that are free and that no running sequence needs for the tokens it has, of each group of layers."""
+        room = self.space.free()
+        for seq in self.running:
+            room = [have - need for have, need in zip(room, self._to_come(seq), strict=True)]
+        return room
 
-    def worst_case(self, seq: Sequence) -> int:
-        """The most blocks that a sequence will ever hold."""
-        return -(-seq.max_stored() // self._cache.block_size)
+    def _choose(self, *, admit: bool) -> None:
+        self.items, self.batch = [], None
+        self._sweep()
+        budget = self._max_num_batched_tokens
+        # beams that wait for others of their unit miss nothing
+        missing = [(seq, len(seq.token_ids) - seq.num_stored) for seq in self.running]
+        decoding = [seq for seq, n in missing if n == 1]
+        for seq in decoding + [seq for seq, n in missing if n > 1]:
+            if budget == 0:
+                return
+            if not seq.handles:
+                self._enter(seq)
+            budget -= self._take(seq, budget)
+        if admit and self.waiting:
+            self._admit(budget)
 
     def _take(self, seq: Sequence, budget: int) -> int:
-        n = min(seq.num_missing, budget)
+        n = min(len(seq.token_ids) - seq.num_stored, budget)
+        if seq.prompt_logprobs is not None and seq.num_stored < seq.prompt_len:
+            n = min(n, _PROMPT_LOGPROB_ROWS)
         self.items.append((seq, n))
         return n
 
-    def _admit(self, seq: Sequence) -> bool:
+    def _admit(self, budget: int) -> None:
+        place = 0
+        while budget and place < min(len(self.waiting), self._max_num_seqs):
+            seq = self.waiting[place]
+            wanted = sum(member.seats for member in seq.unit)
+            if self.running and sum(other.seats for other in self.running) + wanted > self._max_num_seqs:
+                return
+            if self._share_prompts and self._begins_like_a_prompt_under_way(seq):
+                place += 1
+                continue
+            if not self._let_in(seq):
+                return
+            for member in seq.unit:
+                if budget and member.num_stored < len(member.token_ids):
+                    budget -= self._take(member, budget)
+
+    def _let_in(self, seq: Sequence) -> bool:
         room = self.room()
         # Nothing has become free since it was refused, so it is not asked again (each time costs a prefix look-up) -
         # unless it is alone: then nothing ever would.
-        if self.running and self._refused is not None and self._refused[0] is seq and room <= self._refused[1]:
+        refused, then = self._refused or (None, room)
+        if self.running and refused is seq and all(a <= b for a, b in zip(room, then, strict=True)):
             return False
-        self.opening = seq
-        self._open(seq)
+        self.moving = seq
+        for member in seq.unit:
+            self._open(member)
         # Opening has taken shared blocks out of the free ones, and off what it still needs.
-        if self._blocks_to_come(seq) > self.room():
-            self._close(seq)
+        left = self.room()
+        for member in seq.unit:
+            left = [have - need for have, need in zip(left, self._to_come(member), strict=True)]
+        if min(left) < (self._headroom if self.running else 0):
+            for member in seq.unit:
+                self._close(member)
             self._refused = (seq, room)
-            self.opening = None
+            self.moving = None
             return False
         self._refused = None
-        seq.num_cached_tokens = seq.num_stored
-        seq.state = State.RUNNING
-        self.running.append(seq)
-        self.waiting.popleft()
-        self.opening = None
+        self.waiting.remove(seq)
+        for member in seq.unit:
+            if not member.started:
+                member.num_cached_tokens = member.num_reached = member.num_stored
+            member.state = State.RUNNING
+            insort(self.running, member, key=_order)
+        self.moving = None
         return True
 
-    def _blocks_to_come(self, seq: Sequence) -> int:
-        """The most blocks that a sequence will still allocate."""
-        size = self._cache.block_size
-        held = -(-seq.num_stored // size)
+    def _begins_like_a_prompt_under_way(self, seq: Sequence) -> bool:
+        """Whether a running sequence is about to compute a block that this one needs, too."""
+        if not seq.use_prefix:
+            return False
+        for other in self.running:
+            end = other.num_stored + self.space.block_size
+            if (
+                other.use_prefix
+                and end <= len(other.token_ids)
+                and end < len(seq.token_ids)
+                and seq.token_ids[:end] == other.token_ids[:end]
+                and self._salt(seq) == self._salt(other)
+            ):
+                return True
+        return False
+
+    def _to_come(self, seq: Sequence) -> list[int]:
         # a prefix that ends inside of a block is copied before the first write
-        copies = seq.num_stored == seq.num_cached_tokens and seq.num_stored % size != 0
-        return self.worst_case(seq) - held + copies
+        copies = seq.num_stored == seq.num_cached_tokens and seq.num_stored % self.space.block_size != 0
+        tokens = min(self._reserved(seq), self.space.capacity)
+        return self.space.to_come(seq.num_stored, copies, tokens)
+
+    def _salt(self, seq: Sequence) -> bytes | None:
+        return self._model.prompt_salt(seq.prompt_len)
+
+    def _enter(self, seq: Sequence) -> None:
+        self.moving = seq
+        self._open(seq)
+        self.moving = None
 
     def _open(self, seq: Sequence) -> None:
-        add = partial(self._cache.add, use_prefix=seq.use_cache)
+        add = partial(self._cache.add, use_prefix=seq.use_prefix)
         # One C call from the cache's answer to the list: no byte code between them at which an interrupt could lose it.
-        seq.handles.extend(map(add, (seq.token_ids,), (self._model.prompt_salt(seq.prompt_len),)))
+        seq.handles.extend(map(add, (seq.token_ids,), (self._salt(seq),)))
         seq.num_stored = seq.handles[0].num_cached_tokens
+        for num_tokens, ttl in seq.marks:
+            self._cache.mark(seq.handles[0], num_tokens, ttl=ttl)
 
     def _close(self, seq: Sequence) -> None:
         seq.num_stored = 0
@@ -149,3 +267,7 @@ class Scheduler:
             with suppress(InvalidHandle):  # freed before, by a call that was interrupted before it could note that
                 self._cache.free(self._to_free[-1])
             self._to_free.pop()
+
+
+def _order(seq: Sequence) -> tuple[int, ...]:
+    return seq.order

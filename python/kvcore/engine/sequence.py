@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,10 @@ from kvcore.engine.interfaces import Handle
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import Logprob
 from kvcore.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvcore.engine.beams import BeamSearch
+    from kvcore.engine.logits import Adjuster
 
 
 class State(enum.Enum):
@@ -23,22 +28,36 @@ class State(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request's tokens and state.
+    """One answer's tokens and state. A request has one, or ``n`` of them, or one for each beam.
 
     Attributes:
-        request_id: its name, unique among unfinished requests.
+        request_id: the request's name, unique among unfinished requests.
         token_ids: the prompt and what was generated after it.
         prompt_len: how many of ``token_ids`` are the prompt.
         max_new_tokens: it ends with "length" when this many tokens were generated: ``max_tokens``, or less where the
             model's length or the cache's capacity comes first.
         use_cache: False computes every token again for each new one.
+        use_prefix: False neither reads nor leaves prefixes.
+        index: which of the request's answers.
+        order: the policy's: smaller goes first.
+        marks: (number of prompt tokens, seconds) that the cache is asked to keep.
+        adjust: what changes its logits before sampling; None if nothing does.
+        unit: the sequences that are let in and preempted together with this one, itself among them: the beams.
+        siblings: the request's further answers, which begin when the prompt has been computed.
+        seats: how many of ``max_num_seqs`` it counts for: also those of its siblings until they begin.
+        search: the beam search that it is a beam of.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         num_stored: how many of ``token_ids`` have keys and values in the cache now.
-        num_cached_tokens: how many prompt tokens came from the prefix cache.
-        num_computed_tokens: token positions that went through the model, over all rounds.
+        num_reached: how many of them have had so in this round, before it was preempted.
+        num_cached_tokens: how many prompt tokens came from the prefix cache when it first started.
+        num_computed_tokens: token positions that went through the model, over all rounds. Being preempted does not
+            change this number: it counts what a run that nobody disturbs would compute.
+        num_recomputed_tokens: token positions that did so again because it had been preempted.
+        cumulative_logprob: the sum of its tokens' log probabilities, where somebody wants to know.
         finish_reason: "stop", "length" or "abort" once finished, None if an error ended it.
         stop_reason: the token id or the string that stopped it; None for the end-of-sequence token.
+        last_is_text: whether the token with which it ended ("stop") is a part of the answer: a grammar's last one.
         error: the exception that ended it.
     """
 
@@ -50,15 +69,33 @@ class Sequence:
     use_cache: bool
     generator: np.random.Generator | None
     metrics: RequestMetrics
+    use_prefix: bool = True
+    index: int = 0
+    order: tuple[int, ...] = (0,)
+    marks: tuple[tuple[int, float | None], ...] = ()
+    adjust: Adjuster | None = None
+    unit: list[Sequence] = field(default_factory=list)
+    siblings: list[Sequence] = field(default_factory=list)
+    seats: int = 1
+    search: BeamSearch | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
     num_stored: int = 0
+    num_reached: int = 0
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last_is_text: bool = False
     error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        if not self.unit:
+            self.unit = [self]
 
     @property
     def num_generated(self) -> int:
@@ -71,9 +108,9 @@ class Sequence:
         return len(self.token_ids) - self.num_stored
 
     @property
-    def decoding(self) -> bool:
-        """Whether the latest generated token is all that is missing."""
-        return self.num_generated > 0 and self.num_missing == 1
+    def started(self) -> bool:
+        """Whether its first tokens were ever put in a batch."""
+        return self.metrics.first_scheduled_time is not None
 
     @property
     def finished(self) -> bool:
@@ -83,3 +120,11 @@ class Sequence:
     def max_stored(self) -> int:
         """The most tokens that it will ever have in the cache: the last one generated is never stored."""
         return self.prompt_len + self.max_new_tokens - 1
+
+    def store(self, n: int) -> None:
+        """Note that the next ``n`` tokens have keys and values now."""
+        self.num_stored += n
+        fresh = max(0, self.num_stored - self.num_reached)
+        self.num_computed_tokens += fresh
+        self.num_recomputed_tokens += max(0, n - fresh)
+        self.num_reached += fresh

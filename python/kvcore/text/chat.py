@@ -88,7 +88,8 @@ class ChatTemplate:
 
         Args:
             messages: the conversation, oldest first: {"role": str, "content": str}, and whatever else the template
-                reads. "content" may be missing beside "tool_calls". Entries that are None count as missing.
+                reads ("tool_calls", "reasoning_content", ...). "content" may be missing beside "tool_calls", and may
+                be a list of blocks with a "type" for templates that know these. Entries that are None count as missing.
             add_generation_prompt: end with the start of the assistant's turn.
             tools: JSON schemas of functions, for templates that know them.
             extra: further variables of the template ("documents", "enable_thinking", ...); plain data.
@@ -179,10 +180,22 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
         if content is None:
             if not plain.get("tool_calls"):
                 raise InvalidArgument(f"messages[{i}] (role {role!r}) has no content")
-        elif not isinstance(content, str):
-            raise InvalidArgument(f"messages[{i}]['content'] must be a str, got {type(content).__name__}")
+        elif not isinstance(content, str) and not _is_blocks(content):
+            raise InvalidArgument(
+                f"messages[{i}]['content'] must be a str or a list of blocks like "
+                f'{{"type": "text", "text": ...}}, got {type(content).__name__}'
+            )
         checked.append(plain)
     return checked
+
+
+def _is_blocks(content: Any) -> bool:
+    """Whether this is a list of blocks with a type: text, reasoning and so on, for templates that know them."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(block, Mapping) and isinstance(block.get("type"), str) for block in content)
+    )
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -1,0 +1,104 @@
+"""From what a caller gives to token ids and checked parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcore.engine.sampling_params import SamplingParams
+from kvcore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvcore.text.tokenizer import Tokenizer
+
+Prompt = Any
+"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+
+class Prompts:
+    """Reads the prompts and parameters of calls for one model."""
+
+    def __init__(self, tokenizer: Tokenizer | None, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+
+    def inputs(self, prompts: Prompt | list[Prompt]) -> list[tuple[str | None, Any]]:
+        """Each prompt as its text, if it came as text, and its token ids."""
+        if not is_batch(prompts):
+            return [self._input(prompts, "prompt")]
+        if len(prompts) == 0:
+            raise InvalidArgument("prompts: expected at least one prompt, got an empty list")
+        return [self._input(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+
+    def _input(self, prompt: Prompt, where: str) -> tuple[str | None, Any]:
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
+            if len(prompt) != 1 or not known:
+                raise InvalidArgument(
+                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt', got the keys {list(prompt)}"
+                )
+            prompt = prompt[known[0]]
+            if isinstance(prompt, str) != (known[0] == "prompt"):
+                kind = "a string" if known[0] == "prompt" else "a list of token ids"
+                raise TypeError(f"{where}[{known[0]!r}]: expected {kind}, got {type(prompt).__name__}")
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
+            return prompt, self.encode(prompt, add_special_tokens=True)
+        if not isinstance(prompt, (list, tuple, range, np.ndarray)) or getattr(prompt, "ndim", 1) == 0:
+            raise TypeError(f"{where}: expected a string, a list of token ids or a dict, got {type(prompt).__name__}")
+        if len(prompt) == 0:
+            raise InvalidArgument(f"{where}: expected at least one token, got none")
+        return None, prompt
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Raises InvalidArgument without a tokenizer."""
+        if self._tokenizer is None:
+            raise InvalidArgument(
+                f"prompt: expected token ids, because {self._name} came without a tokenizer, got a string"
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def params(self, params: Any, count: int) -> list[SamplingParams]:
+        """One for each prompt, with what needs a tokenizer made of it.
+
+        Raises:
+            InvalidArgument: another number of them, or stop strings and the like without a tokenizer.
+            TypeError: something else.
+        """
+        if params is None:
+            params = SamplingParams()
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * count
+        if len(each) != count:
+            raise InvalidArgument(f"params: expected one for each of the {count} prompts, got {len(each)}")
+        for item in each:
+            if not isinstance(item, SamplingParams):
+                raise TypeError(f"params: expected SamplingParams or a list of them, got {type(item).__name__}")
+            for field in ("stop", "bad_words", "structured_outputs"):
+                if getattr(item, field) and self._tokenizer is None:
+                    raise InvalidArgument(
+                        f"SamplingParams.{field}: expected none, because {self._name} came without a tokenizer"
+                    )
+        return [item.with_bad_words(self._bad_words(item)) if item.bad_words else item for item in each]
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as token ids: as it begins a text, and as it follows a space where that is one more way."""
+        found: list[list[int]] = []
+        for word in params.bad_words or ():
+            alone = self.encode(word.lstrip(), add_special_tokens=False)
+            behind = self.encode(f" {word.lstrip()}", add_special_tokens=False)
+            found.append(alone)
+            # with as many tokens it is a word of its own; with more the first of them is the space alone
+            if behind[:1] != alone[:1] and len(behind) == len(alone):
+                found.append(behind)
+        return [ids for ids in found if ids]
+
+
+def is_batch(prompts: Any) -> bool:
+    """Whether this is a list of prompts, not one prompt. (A list of token ids is one prompt.)"""
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim > 1
+    return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
