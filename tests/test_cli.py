@@ -57,9 +57,7 @@ def test_generate(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None
     assert models == [("smollm2", {"kv_cache_dtype": "auto", "quantization": "auto", "num_threads": None})]
 
 
-def test_a_file_of_prompts_is_one_batch(
-    models: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_of_prompts_is_one_batch(models: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("hi\n\nho\nhi\n")
     for argv in ([], ["--live"]):

@@ -41,7 +41,8 @@ from kvcore.errors import CheckpointError
 from kvcore.models.families import FAMILIES
 from models import EXACT, expected
 
-REFERENCE = Path(__file__).parent / "data" / "reference"
+DATA = Path(__file__).parent / "data"
+REFERENCE = DATA / "reference"
 
 UNSAID: dict[str, dict[str, Any]] = {
     # what GGUF has no key for, as llama.cpp takes it
@@ -54,20 +55,25 @@ UNSAID: dict[str, dict[str, Any]] = {
 NOT_IN_GGUF = ("llama_rope_llama3", "llama_rope_dynamic")
 """Rope that GGUF stores otherwise (tests/test_gguf.py) or not at all."""
 
-FOLDERS = [
+DECODERS = [
     folder.name
     for folder in sorted(REFERENCE.iterdir())
     if (folder / "config.json").exists()
-    and json.loads((folder / "config.json").read_text())["model_type"] not in ("bart", "marian", "whisper")
+    and "is_encoder_decoder" not in (folder / "config.json").read_text()
     and folder.name not in NOT_IN_GGUF
 ]
-DECODERS = [name for name in FOLDERS if not name.startswith("t5")]
+FOLDERS = [*DECODERS, "t5", "t5_gated"]
+
+
+def source(name: str) -> Path:
+    """Where the original is."""
+    return next(folder for folder in (DATA / "gguf" / name, REFERENCE / name) if folder.exists())
 
 
 def folder_of(name: str, tmp_path: Path, **changes: Any) -> Path:
     """A copy whose configuration says no more than GGUF can."""
     folder = tmp_path / name
-    shutil.copytree(REFERENCE / name, folder)  # makes tmp_path, too
+    shutil.copytree(source(name), folder)  # makes tmp_path, too
     config = json.loads((folder / "config.json").read_text()) | UNSAID.get(name, {}) | changes
     if name == "deepseek_v2":
         config["rope_parameters"]["mscale"] = config["rope_parameters"]["mscale_all_dim"]
@@ -135,7 +141,7 @@ def test_logits_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_every_architecture_is_tried() -> None:
-    kinds = [json.loads((REFERENCE / name / "config.json").read_text())["model_type"] for name in FOLDERS]
+    kinds = [json.loads((source(name) / "config.json").read_text())["model_type"] for name in FOLDERS]
     assert {ARCHITECTURE_OF.get(kind, kind) for kind in kinds} == set(ARCHITECTURES)
 
 
@@ -278,7 +284,7 @@ VALUES = st.sampled_from(
 @given(data=st.data())
 @pytest.mark.parametrize("name", FOLDERS)
 def test_any_value_under_any_key(name: str, data: st.DataObject, tmp_path: Path) -> None:
-    config = json.loads((REFERENCE / name / "config.json").read_text())
+    config = json.loads((source(name) / "config.json").read_text())
     entries = entries_of(config)
     at = data.draw(st.integers(1, len(entries) - 1))
     length = int.from_bytes(entries[at][:8], "little")
@@ -294,7 +300,7 @@ def test_any_value_under_any_key(name: str, data: st.DataObject, tmp_path: Path)
                                        "attention.sliding_window_pattern", "attention.sliding_window"]))  # fmt: skip
     if extra:
         entries.append(entry(f"{ARCHITECTURE_OF.get(config['model_type'], config['model_type'])}.{extra}", kind, value))
-    tensors = tensors_of(config, SafetensorsWeights.open(REFERENCE / name))
+    tensors = tensors_of(config, SafetensorsWeights.open(source(name)))
     path = write(tmp_path / "x.gguf", file_of(entries, tensors))
     try:
         weights = GGUFWeights.open(path)
