@@ -69,8 +69,8 @@ macro_rules! groups_of_32 {
             const STEP: usize = GROUP_INPUTS;
 
             #[inline(always)]
-            fn coefs<S: Simd>(_: S, x: &[f32], out: &mut [RowGroup]) {
-                round_row::<$minima>(x, out);
+            fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [RowGroup]) {
+                round_row::<S, $minima>(s, x, out);
             }
 
             #[inline(always)]
@@ -162,46 +162,43 @@ fn dot<S: Simd, const R: usize, const MINIMA: bool>(
     }
 }
 
-/// A row's groups; zeros behind its end. In arrays of 16 and 32, which compile to a few vectors.
+/// A row's groups; zeros behind its end.
 #[inline(always)]
-fn round_row<const MINIMA: bool>(x: &[f32], out: &mut [RowGroup]) {
+fn round_row<S: Simd, const MINIMA: bool>(s: S, x: &[f32], out: &mut [RowGroup]) {
+    let (groups, rest) = x.as_chunks();
+    for (x, out) in groups.iter().zip(&mut *out) {
+        round_group::<S, MINIMA>(s, x, out);
+    }
+    if !rest.is_empty() {
+        let mut last = [0.0; GROUP_INPUTS];
+        last[..rest.len()].copy_from_slice(rest);
+        round_group::<S, MINIMA>(s, &last, &mut out[groups.len()]);
+    }
+}
+
+#[inline(always)]
+fn round_group<S: Simd, const MINIMA: bool>(s: S, x: &[f32; GROUP_INPUTS], out: &mut RowGroup) {
     /// What is added to it becomes a whole number, ties to even, in the low bits.
     const WHOLE: f32 = 1.5 * (1 << 23) as f32;
-    for (x, out) in x.chunks(GROUP_INPUTS).zip(out) {
-        let mut values = [0.0; GROUP_INPUTS];
-        values[..x.len()].copy_from_slice(x);
-        let mut largest = [0.0f32; LANES];
-        // Not numbers as soon as one value is none, or infinite.
-        let mut sane = [0.0f32; LANES];
-        for half in values.as_chunks::<LANES>().0 {
-            for i in 0..LANES {
-                largest[i] = if half[i].abs() > largest[i] { half[i].abs() } else { largest[i] };
-                sane[i] += half[i] * 0.0;
-            }
-        }
-        let mut width = LANES / 2;
-        while width > 0 {
-            for i in 0..width {
-                largest[i] = if largest[i + width] > largest[i] { largest[i + width] } else { largest[i] };
-                sane[i] += sane[i + width];
-            }
-            width /= 2;
-        }
-        let (largest, sane) = (largest[0], sane[0]);
-        // Below that the reciprocal is infinite; such rows are zeros.
-        let inverse = if largest >= f32::MIN_POSITIVE * 256.0 && largest.is_finite() { 127.0 / largest } else { 0.0 };
-        let scale = if inverse > 0.0 { largest / 127.0 } else { 0.0 };
-        let mut codes = [0i8; GROUP_INPUTS];
-        let mut sum = 0i32;
-        for i in 0..GROUP_INPUTS {
-            let code = (values[i] * inverse + WHOLE).to_bits().wrapping_sub(WHOLE.to_bits()) as i32;
-            codes[i] = code as i8;
-            sum = sum.wrapping_add(code);
-        }
-        out[..SCALE].copy_from_slice(&bytemuck::cast::<_, [i32; GROUP_INPUTS / 4]>(codes));
-        out[SCALE] = (scale + sane).to_bits() as i32;
-        out[SUM] = if MINIMA { (sum as f32).to_bits() as i32 } else { sum.wrapping_mul(-128) };
+    let halves: &[[f32; LANES]; 2] = bytemuck::cast_ref(x);
+    let (low, high, zero) = (s.load(&halves[0]), s.load(&halves[1]), s.splat(0.0));
+    let magnitude = s.max(s.max(low, s.sub(zero, low)), s.max(high, s.sub(zero, high)));
+    let largest = s.reduce_max(magnitude);
+    // Below that the reciprocal is infinite; such rows are zeros.
+    let inverse = if largest >= f32::MIN_POSITIVE * 256.0 && largest.is_finite() { 127.0 / largest } else { 0.0 };
+    let (low, high) = (s.mul(low, s.splat(inverse)), s.mul(high, s.splat(inverse)));
+    // Exact, and not a number if any value is none or infinite.
+    let sum = s.reduce_sum(s.add(s.round(low), s.round(high)));
+    let scale = if inverse > 0.0 { largest / 127.0 } else { 0.0 };
+    let mut bits = [[0.0; LANES]; 2];
+    s.store(s.add(low, s.splat(WHOLE)), &mut bits[0]);
+    s.store(s.add(high, s.splat(WHOLE)), &mut bits[1]);
+    let codes: &mut [i8; (SUM + 1) * 4] = bytemuck::cast_mut(out);
+    for (code, bits) in codes.iter_mut().zip(bits.as_flattened()) {
+        *code = bits.to_bits() as i8;
     }
+    out[SCALE] = if sum.is_nan() { f32::NAN } else { scale }.to_bits() as i32;
+    out[SUM] = if MINIMA { sum.to_bits() as i32 } else { -128 * sum as i32 };
 }
 
 /// The smallest half that is not below `x`: codes of a scale that was rounded down would not reach the ends.
