@@ -216,7 +216,8 @@ def test_defaults(family: str) -> None:
     """A file may leave out what is the family's default: only sizes must be there."""
     needed = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
               "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "n_embd", "n_head", "n_layer",
-              "moe_intermediate_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # fmt: skip
+              "moe_intermediate_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+              "v_head_dim")  # fmt: skip
     full = config_of(family, {"num_attention_heads": 2, "num_key_value_heads": 2} if family == "stablelm" else {})
     config = Config({key: full[key] for key in needed if key in full}, "here/config.json")
     spec = spec_from_config(config)
@@ -246,7 +247,7 @@ def test_defaults(family: str) -> None:
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a number"),
         ("gemma2", {"sliding_window": None}, "sliding_window: expected a window"),
         ("gemma", {"hidden_act": "tanh"}, "hidden_act: expected one of silu"),
-        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "warp"}}}, "rope_type: expected one of"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "warp"}}}, "expected one of default"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": 3}}, "sliding_attention: expected an object, got 3"),
         ("gemma3_text", {"rope_parameters": {"full_attention": {}}}, "sliding_attention: expected an object, got null"),
         ("smollm3", {"no_rope_layers": [1, 1, 2, 0]}, r"no_rope_layers\[2\]: expected 1 \(rope\) or 0"),

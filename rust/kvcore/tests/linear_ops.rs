@@ -209,8 +209,11 @@ fn bad_arguments_are_errors() {
     bad(rope(RopeShape { num_kv_heads: usize::MAX / 4, ..shape }, 32, 4, 16, 8));
 }
 
-/// Each function of a value in f64, and its name there.
-const PLAIN: [(Activation, fn(f64) -> f64); 5] = [
+/// A function and what it is in f64.
+type Exact = (Activation, fn(f64) -> f64);
+
+/// The functions of one value.
+const PLAIN: [Exact; 5] = [
     (Activation::Silu, |x| x / (1.0 + (-x).exp())),
     (Activation::Gelu, |x| x * normal(x)),
     (Activation::GeluTanh, |x| 0.5 * x * (1.0 + (0.7978845608028654 * (x + 0.044715 * x * x * x)).tanh())),

@@ -75,7 +75,7 @@ pub fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
     let size = s.max(s.sub(zero, z), z);
     let size = s.sub(zero, s.max(s.splat(-13.0), s.sub(zero, size)));
     let t = s.div(s.splat(1.0), s.mul_add(size, s.splat(0.41), s.splat(1.0)));
-    let mut p = s.splat(0.0714493766);
+    let mut p = s.splat(0.071_449_38);
     for c in ERFC {
         p = s.mul_add(p, t, s.splat(c));
     }
@@ -88,7 +88,8 @@ pub fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
     s.sub(s.max(zero, x), s.mul(absolute, tail))
 }
 
-const ERFC: [f32; 7] = [-0.348425567, 0.530789673, -0.204028875, 0.301092356, 0.183521777, 0.234399021, 0.23120223];
+const ERFC: [f32; 7] =
+    [-0.348_425_57, 0.530_789_7, -0.204_028_87, 0.301_092_36, 0.183_521_78, 0.234_399_02, 0.231_202_23];
 
 /// `x * Phi(x)`, Phi approximated by tanh: `0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`.
 #[inline(always)]
