@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcore.engine.engine import Engine
-from kvcore.engine.sampling_params import SamplingParams
+from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.engine.sequence import Sequence
 from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 from mocks import MockCache, MockDecoder
@@ -471,7 +471,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seqs: list[tuple[Sequence, list[int], SamplingParams, bool]] = []
+        self.requests: list[tuple[list[Sequence], list[int], Any, bool]] = []
         self.count = 0
 
     @initialize(
@@ -479,11 +479,19 @@ class Machine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 3, 8, 64]),
         seats=st.integers(1, 5),
         dynamic=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
     )
-    def start(self, num_blocks: int, budget: int, seats: int, dynamic: bool) -> None:
+    def start(self, num_blocks: int, budget: int, seats: int, dynamic: bool, policy: str) -> None:
         self.dynamic = dynamic
         self.num_blocks = num_blocks
-        self.engine = make(num_blocks, dynamic=dynamic, max_num_batched_tokens=budget, max_num_seqs=seats)
+        self.seats = seats
+        self.engine = make(
+            num_blocks,
+            dynamic=dynamic,
+            max_num_batched_tokens=budget,
+            max_num_seqs=seats,
+            scheduling_policy=policy,
+        )
         self.cache = cache_of(self.engine)
 
     @rule(
@@ -491,18 +499,36 @@ class Machine(RuleBasedStateMachine):
         start=st.integers(0, 2),
         max_tokens=st.integers(1, 9),
         seed=st.sampled_from([None, 1, 2]),
+        kind=st.sampled_from(["one", "one", "two", "penalty", "prompt", "beams"]),
         use_cache=st.booleans(),
+        priority=st.integers(0, 3),
     )
-    def arrive(self, length: int, start: int, max_tokens: int, seed: int | None, use_cache: bool) -> None:
+    def arrive(
+        self, length: int, start: int, max_tokens: int, seed: int | None, kind: str, use_cache: bool, priority: int
+    ) -> None:
         prompt = [(start + i * i) % 31 for i in range(length)]
-        params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=max_tokens)
+        params: Any = SamplingParams(
+            temperature=0.0 if seed is None else 1.0,
+            seed=seed,
+            max_tokens=max_tokens,
+            n=2 if kind == "two" and seed is not None else 1,
+            presence_penalty=0.5 if kind == "penalty" else 0.0,
+            prompt_logprobs=1 if kind == "prompt" else None,
+        )
+        if kind == "beams" and use_cache:
+            params = BeamSearchParams(beam_width=2, max_tokens=max_tokens)
         self.count += 1
+        name = str(self.count)
         try:
-            seq = self.engine.add_request(str(self.count), prompt, params, use_cache=use_cache)
+            seq = self.engine.add_request(name, prompt, params, use_cache=use_cache, priority=priority)
         except OutOfBlocks:
-            assert -(-length // 4) > self.num_blocks
+            beams = params.beam_width if isinstance(params, BeamSearchParams) else 1
+            assert beams * -(-(length + beams - 1) // 4) > self.num_blocks
+        except InvalidArgument:
+            assert isinstance(params, BeamSearchParams)
+            assert self.seats < 2
         else:
-            self.seqs.append((seq, prompt, params, use_cache))
+            self.requests.append(([seq, *seq.siblings], prompt, params, use_cache))
 
     @rule(which=st.integers(0, 20))
     def abort(self, which: int) -> None:
@@ -514,7 +540,9 @@ class Machine(RuleBasedStateMachine):
             self.engine.step()
 
     @rule(
-        where=st.sampled_from(["add", "plan", "write", "attend", "commit", "append", "forward"]),
+        where=st.sampled_from(
+            ["add", "plan", "write", "attend", "commit", "append", "fork", "reorder", "free", "forward"]
+        ),
         error=st.sampled_from([RuntimeError, KeyboardInterrupt, OutOfBlocks]),
         after=st.integers(0, 2),
     )
@@ -533,6 +561,10 @@ class Machine(RuleBasedStateMachine):
     def whole(self) -> None:
         if self.count:
             self.cache.check()
+            scheduler = self.engine._scheduler
+            assert len(scheduler.running) <= self.seats
+            assert [s.order for s in scheduler.running] == sorted(s.order for s in scheduler.running)
+            assert [s.order for s in scheduler.waiting] == sorted(s.order for s in scheduler.waiting)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -543,18 +575,40 @@ class Machine(RuleBasedStateMachine):
             self.engine.step()
         assert not self.engine.has_unfinished
         self.cache.check_empty()
-        for seq, prompt, params, use_cache in self.seqs:
-            assert seq.finished
-            assert (seq.finish_reason is None) == (seq.error is not None)
-            expected = solo(prompt, params, dynamic=self.dynamic)
-            got = generated(seq)
-            assert got == expected[: len(got)]
-            if seq.finish_reason == "stop":
-                assert got == expected
-            elif seq.finish_reason == "length":
-                assert len(got) == min(params.max_tokens or 0, self.num_blocks * 4 - len(prompt) + 1)
+        for sequences, prompt, params, use_cache in self.requests:
+            expected = self.undisturbed(prompt, params)
+            for seq, whole in zip(sequences, expected, strict=True):
+                assert seq.finished
+                assert (seq.finish_reason is None) == (seq.error is not None)
+                self.compare(seq, whole, prompt, params, use_cache)
+
+    def undisturbed(self, prompt: list[int], params: Any) -> list[Sequence]:
+        engine = make(dynamic=self.dynamic)
+        if isinstance(params, BeamSearchParams):  # the pool's size is a limit of the search
+            slots = self.num_blocks // params.beam_width * 4
+            most = min(params.max_tokens, slots - len(prompt) + 1)
+            params = BeamSearchParams(beam_width=params.beam_width, max_tokens=most)
+        seq = engine.add_request("solo", prompt, params)
+        sequences = [seq, *seq.siblings]
+        finish(engine)
+        return sequences
+
+    def compare(self, seq: Sequence, whole: Sequence, prompt: list[int], params: Any, use_cache: bool) -> None:
+        got, expected = generated(seq), generated(whole)
+        if isinstance(params, BeamSearchParams):
             if seq.finish_reason in ("stop", "length"):
-                n, p = len(got), len(prompt)
+                assert got == expected
+            return
+        assert got == expected[: len(got)]
+        n, p = len(got), len(prompt)
+        if seq.finish_reason == "stop":
+            assert got == expected
+        elif seq.finish_reason == "length":
+            assert n == min(params.max_tokens or 0, self.num_blocks * 4 - p + 1)
+        if seq.finish_reason in ("stop", "length"):
+            if seq.prompt_logprobs is not None:
+                assert seq.prompt_logprobs == whole.prompt_logprobs
+            if params.n == 1:
                 rounds = n * p + n * (n - 1) // 2
                 assert seq.num_computed_tokens == (p + n - 1 - seq.num_cached_tokens if use_cache else rounds)
 

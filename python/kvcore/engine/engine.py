@@ -37,7 +37,7 @@ from kvcore.engine.sequence import Sequence
 from kvcore.errors import InvalidArgument, InvalidState, KvcoreError, OutOfBlocks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take four times as long to make, and there is one for each token
 class StepOutput:
     """What a step did to one request.
 
@@ -423,13 +423,10 @@ class Engine:
             self._end(seq, None, error=error)
             return StepOutput(seq.request_id, error=error, index=seq.index)
         token_id = result.token_id
-        metrics = seq.metrics
-        if seq.num_generated == 0 and seq.index == 0:
+        if seq.index == 0 and seq.metrics.first_token_time is None:
             self.metrics.num_prompt_tokens += seq.prompt_len
         self.metrics.num_generation_tokens += 1
-        metrics.token(now)
-        if metrics.num_generation_tokens > 1:
-            self.metrics.histograms["inter_token_latency"].add(metrics.inter_token_latencies[-1])
+        seq.metrics.token(now)
         if seq.logprobs is not None and result.logprobs is not None:
             seq.logprobs.append(result.logprobs)
         seq.cumulative_logprob += result.logprob
@@ -446,9 +443,10 @@ class Engine:
         return StepOutput(seq.request_id, token_id, result.logprobs, reason, index=seq.index)
 
     def _end_reason(self, seq: Sequence, token_id: int) -> tuple[str | None, int | None]:
-        if token_id in self._eos_token_ids and not seq.params.ignore_eos:
+        params = seq.params
+        if token_id in self._eos_token_ids and not params.ignore_eos:
             return "stop", None
-        if token_id in seq.params.stop_ids:
+        if params.stop_token_ids and token_id in params.stop_ids:
             return "stop", token_id
         if seq.adjust is not None and seq.adjust.finished:
             seq.last_is_text = True
@@ -478,7 +476,8 @@ class Engine:
             first.metrics.finished_time = seq.metrics.finished_time
             self._requests.pop(seq.request_id)
             generated = sum(s.num_generated for s in sequences)
-            self.metrics.end(first.metrics, first.finish_reason or "error", first.prompt_len, generated)
+            latencies = [latency for s in sequences for latency in s.metrics.inter_token_latencies]
+            self.metrics.end(first.metrics, first.finish_reason or "error", first.prompt_len, generated, latencies)
 
     def _expire(self) -> list[StepOutput]:
         """Abort the requests whose time is over."""

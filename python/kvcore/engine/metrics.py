@@ -126,7 +126,7 @@ class EngineMetrics:
         num_cached_tokens: token positions whose keys and values were found in the prefix cache instead.
         num_preemptions: how often a request had to give its blocks back before its end.
         histograms: by name, of ended requests: queue_time, ttft, tpot, e2e_time (seconds), prompt_tokens and
-            generation_tokens; and inter_token_latency of all tokens.
+            generation_tokens; and inter_token_latency of their tokens.
     """
 
     num_requests: int = 0
@@ -150,13 +150,22 @@ class EngineMetrics:
         }
     )
 
-    def end(self, metrics: RequestMetrics, reason: str, prompt_tokens: int, generation_tokens: int) -> None:
+    def end(
+        self,
+        metrics: RequestMetrics,
+        reason: str,
+        prompt_tokens: int,
+        generation_tokens: int,
+        inter_token_latencies: list[float],
+    ) -> None:
         """Count a request that has ended."""
         self.num_finished[reason] += 1
         for name in ("queue_time", "ttft", "tpot", "e2e_time"):
             self.histograms[name].add(getattr(metrics, name))
         self.histograms["prompt_tokens"].add(prompt_tokens)
         self.histograms["generation_tokens"].add(generation_tokens)
+        for latency in inter_token_latencies:
+            self.histograms["inter_token_latency"].add(latency)
 
     def snapshot(self) -> dict[str, Any]:
         """All counts as a dict of copies."""

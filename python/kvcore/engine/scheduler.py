@@ -10,7 +10,7 @@
 
 The queue and the running sequences are in the policy's order (``policy.py``). Space in the cache decides who is let in:
 the blocks of all tokens that are *known now* must be there, beside those that running sequences still need for theirs,
-and one in a hundred must stay free for them to grow. So blocks can run out while answers grow. Then the last in order
+and one in twenty must stay free for them to grow. So blocks can run out while answers grow. Then the last in order
 gives its blocks back, returns to its place in the queue, and is computed again later. What the prefix index still
 holds of it is not computed again; with a second tier of the cache that is everything, which makes this swapping.
 
@@ -39,6 +39,10 @@ from kvcore.errors import InvalidHandle, OutOfBlocks
 
 Item = tuple[Sequence, int]
 """A sequence and how many of its next tokens go into the batch."""
+
+_HEADROOM = 20
+"""One block in so many stays free when somebody is let in beside others. More would be used less, fewer would make more
+requests start again: benches/throughput.py, and the table in docs/utilisation.md."""
 
 _PROMPT_LOGPROB_ROWS = 256
 """A chunk of a prompt whose log probabilities are wanted: each row's logits are as wide as the vocabulary."""
@@ -70,7 +74,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._reserved: Reservation = reservation or (lambda seq: len(seq.token_ids))
         self._share_prompts = share_prompts
-        self._headroom = 0 if reservation else max(1, self._cache.num_blocks // 100)
+        self._headroom = 0 if reservation else max(1, self._cache.num_blocks // _HEADROOM)
         self._to_free: list[Handle] = []
         self._refused: tuple[Sequence, list[int]] | None = None  # who did not fit, and the room there was
         self.space = Space(self._cache, max_num_batched_tokens)
@@ -130,6 +134,8 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
+        if self._refused is not None and self._refused[0] is seq:
+            self._refused = None
         self._close(seq)
         seq.state = State.FINISHED
 
