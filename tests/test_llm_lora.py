@@ -83,7 +83,7 @@ def test_other_files_under_the_same_path(llm: LLM, tmp_path: Path) -> None:
 @settings(max_examples=20)
 @given(st.data())
 def test_a_request_does_not_notice_others(adapters: list[LoRARequest], data: st.DataObject) -> None:
-    """Law 1: the bits of what is sampled from are those of a run alone, whatever adapters go along, or how it is cut."""
+    """Law 1: what is sampled from has the bits of a run alone, whatever adapters go along, or how it is cut."""
     prompts = st.lists(st.integers(3, 300), min_size=1, max_size=40)
     asked = data.draw(st.lists(st.tuples(prompts, st.sampled_from([None, *adapters])), min_size=1, max_size=5))
     options = {"max_num_batched_tokens": data.draw(st.sampled_from([7, 64])), "max_num_seqs": 3, "num_kv_blocks": 12}
