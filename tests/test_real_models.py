@@ -16,6 +16,7 @@ import pytest
 from kvcore import LLM, SamplingParams
 from kvcore.checkpoint.gguf import GGUFWeights
 from kvcore.checkpoint.pull import pull
+from kvcore.checkpoint.source import open_checkpoint
 from kvcore.text.tokenizer import Tokenizer
 from models import EXACT
 
@@ -53,6 +54,19 @@ def test_configuration(model: tuple[Path, dict[str, Any]]) -> None:
     unsaid = {"attention_bias": False, "layer_types": ["full_attention"] * golden["num_hidden_layers"]}
     for key, value in golden.items():
         assert config.get(key, unsaid.get(key)) == value, key
+
+
+def test_whisper() -> None:
+    """The configuration and the tokenizer; that every tensor is there is for whoever runs it to say."""
+    checkpoint = open_checkpoint("whisper-base")
+    golden = json.loads((DATA / "whisper-base-f16.json").read_text(encoding="utf-8"))
+    for key, value in golden["config"].items():
+        if key not in ("head_dim", "kv_heads", "cross_kv_tokens"):  # computed by whoever made the goldens
+            assert checkpoint.config[key] == value, key
+    tokenizer = Tokenizer.from_file(checkpoint.tokenizer_source)
+    for case in golden["cases"]:
+        assert [tokenizer.token_to_id(token) for token in case["prompt_tokens"]] == case["prompt_ids"]
+        assert tokenizer.decode(case["output_ids"], skip_special_tokens=False) == case["output_text"]
 
 
 def test_token_ids(model: tuple[Path, dict[str, Any]]) -> None:

