@@ -124,3 +124,26 @@ def test_only_what_windows_see_is_kept(name: str, tmp_path: Path) -> None:
         assert used.get("full", 7) == used.get("latent", 7) == 7
         assert used.get("sliding_window", 0) <= 3
         assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("name", ["mistral_swa8", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "phi3", "deepseek_v3"])
+def test_requests_that_share_beginnings_in_little_space(name: str, tmp_path: Path) -> None:
+    """Hits, evictions and returned blocks of every kind of layer change no bit of any request."""
+    random = np.random.default_rng(7)
+    trunk = random.integers(0, 320, 60).tolist()
+    prompts = [
+        trunk[: int(random.integers(1, 60))] + random.integers(0, 320, int(random.integers(0, 30))).tolist()
+        for _ in range(24)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with load(name, tmp_path, num_kv_blocks=14, max_num_batched_tokens=23) as llm, recorded(llm) as logits:
+        wants = [logits(llm.generate(prompt, params, use_cache=False)[0]) for prompt in prompts]
+        hits = 0
+        for start in range(0, len(prompts), 6):
+            outputs = llm.generate(prompts[start : start + 6], params)
+            hits += sum(output.num_cached_tokens for output in outputs)
+            for output, want in zip(outputs, wants[start : start + 6], strict=True):
+                assert_same_bits(logits(output), want, output.num_cached_tokens)
+        assert hits > 100
+        assert llm.cache.stats()["evictions"] > 0
+        assert_nothing_held(llm)

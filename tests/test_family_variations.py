@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcore import LLM, CheckpointError, SamplingParams
 from kvcore.checkpoint.config import Config
-from kvcore.loading import Options, RandomWeights, make_decoder
+from kvcore.loading import Options, RandomWeights, make_decoder, model_length
 from kvcore.models.families import FAMILIES, spec_from_config
 from kvcore.models.rope import RopeSpec
 from kvcore.models.spec import DecoderSpec, MlpSpec, MoeSpec
@@ -55,7 +57,8 @@ def llm_of(spec: DecoderSpec, weights: Any, **options: Any) -> LLM:
     checked = Options(**{**EXACT, "num_kv_blocks": 16, **options})
     if checked.mla == "expanded":
         spec = spec.expanded()
-    return LLM._from_parts(make_decoder(spec, weights, {}, checked, "noise"), **{**EXACT, **options})
+    decoder = make_decoder(spec, weights, {}, checked, "noise")
+    return LLM._from_parts(decoder, max_model_len=model_length(spec, checked), **{**EXACT, **options})
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -316,3 +319,28 @@ def test_activations_by_their_names() -> None:
         (mlp,) = {layer.mlp for layer in spec_from_config(config_of("llama", {"hidden_act": name})).layers}
         assert isinstance(mlp, MlpSpec)
         assert mlp.activation.name == native
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 70) | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_any_configuration_gives_a_spec_or_an_error_that_names_its_key(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    config = config_of(family, {}, old=data.draw(st.booleans()) and family != "gpt2")
+    values = _JSON | st.sampled_from(list(config.values()))
+    changes = data.draw(st.dictionaries(st.sampled_from(sorted(set(config) - {"model_type"})), values, max_size=4))
+    config.update(changes)
+    try:
+        spec = spec_from_config(config)
+    except CheckpointError as error:
+        assert str(error).startswith("here/config.json: ")  # noqa: PT017
+        return
+    assert spec.num_layers <= 10_000
+    assert spec.num_heads % spec.num_kv_heads == 0
+    assert spec.cache_layers() == cache_layers(config)

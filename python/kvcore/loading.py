@@ -224,10 +224,9 @@ def make_cache(
             sizes = {"rank": cache.rank, "rope_dim": cache.rope_dim}
         else:
             sizes = {"num_kv_heads": cache.num_kv_heads, "head_dim": cache.head_dim, "v_head_dim": cache.v_head_dim}
-        groups.append(KVGroup(cache.kind, group.layers, window=cache.window, **sizes))
+        groups.append(KVGroup(cache.kind, group.layers, window=cache.window, num_blocks=num_blocks, **sizes))
     return KVCache(
         groups=groups,
-        num_blocks=num_blocks,
         block_size=options.block_size,
         dtype=kv_cache_dtype(dtype, options),
         scale_mode=None if options.kv_cache_scale_mode == "auto" else options.kv_cache_scale_mode,
