@@ -174,7 +174,7 @@ class Scheduler:
             self._admit(budget)
 
     def _take(self, seq: Sequence, budget: int) -> int:
-        n = min(len(seq.token_ids) - seq.num_stored, budget)
+        n = min(len(seq.token_ids) - seq.num_stored, budget, self.space.max_chunk)
         if seq.prompt_logprobs is not None and seq.num_stored < seq.prompt_len:
             n = min(n, _PROMPT_LOGPROB_ROWS)
         self.items.append((seq, n))
