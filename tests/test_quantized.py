@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from kvcore import LLM
 from kvcore.checkpoint.quantization import check_quantization, expanded
 from kvcore.checkpoint.quantized import QuantizedWeights
-from kvcore.checkpoint.source import open_checkpoint
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError
 from models import EXACT, REFERENCE
@@ -147,36 +145,36 @@ def test_other_methods_are_refused_by_name(entry: Any, message: str) -> None:
         check_quantization({"quantization_config": entry})
 
 
-def test_a_quantised_folder_is_the_model_of_its_products(tmp_path: Path) -> None:
+def logits_of(folder: Path, name: str, tensors: dict[str, np.ndarray], **config: Any) -> np.ndarray:
+    """A model with these tensors, and with these changes to its configuration."""
+    folder.mkdir()
+    values = json.loads((REFERENCE / name / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | config))
+    save(folder, tensors)
+    with LLM(folder, num_kv_blocks=8, **EXACT) as llm:
+        return llm.logits(list(range(3, 40)))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "deepseek_v3", "qwen3_moe"])
+def test_a_quantised_folder_is_the_model_of_its_products(name: str, tmp_path: Path) -> None:
     """The same logits as a folder that holds codes times scales."""
-    original = SafetensorsWeights.open(REFERENCE / "llama_gqa")
+    original = SafetensorsWeights.open(REFERENCE / name)
     quantised: dict[str, np.ndarray] = {}
-    expanded: dict[str, np.ndarray] = {}
-    for name in original.names():
-        weight = original.get(name).astype(np.float32)
-        if weight.ndim == 1 or "embed" in name or "lm_head" in name:
-            quantised[name] = expanded[name] = weight
+    expanded_ones: dict[str, np.ndarray] = {}
+    for tensor in original.names():
+        weight = original.get(tensor).astype(np.float32)
+        if weight.ndim == 1 or tensor.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+            quantised[tensor] = expanded_ones[tensor] = weight
             continue
         blocks = [-(-size // 16) for size in weight.shape]
         scale = np.random.default_rng(len(quantised)).uniform(0.5, 2, blocks).astype(np.float32) / 64
         wide = scale.repeat(16, 0).repeat(16, 1)[: weight.shape[0], : weight.shape[1]]
-        quantised[name] = (weight / wide).astype(F8)
-        quantised[f"{name}_scale_inv"] = scale
-        expanded[name] = quantised[name].astype(np.float32) * wide
-    ids, logits = list(range(3, 40)), []
-    for name, tensors, extra in (
-        ("fp8", quantised, {"quantization_config": {**DEEPSEEK, "weight_block_size": [16, 16]}}),
-        ("f32", expanded, {}),
-    ):
-        folder = tmp_path / name
-        shutil.copytree(REFERENCE / "llama_gqa", folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | extra))
-        save(folder, tensors)
-        with LLM(folder, num_kv_blocks=8, **EXACT) as llm:
-            logits.append(llm.logits(ids))
-        assert open_checkpoint(folder).weights.unused() == open_checkpoint(folder).weights.names()
-    assert np.array_equal(*logits)
+        quantised[tensor] = (weight / wide).astype(F8)
+        quantised[f"{tensor}_scale_inv"] = scale
+        expanded_ones[tensor] = quantised[tensor].astype(np.float32) * wide
+    entry = {**DEEPSEEK, "weight_block_size": [16, 16]}
+    got = logits_of(tmp_path / "fp8", name, quantised, quantization_config=entry)
+    assert np.array_equal(got, logits_of(tmp_path / "f32", name, expanded_ones))
 
 
 # -- mxfp4 -----------------------------------------------------------------------------------------------------------
@@ -222,3 +220,23 @@ def test_mxfp4_that_does_not_fit(
         opened_as(tmp_path, tensors, {"quant_method": "mxfp4"})
     with pytest.raises(CheckpointError, match=r"_scales': expected, got no such tensor"):
         opened_as(tmp_path, {f"{EXPERTS}_blocks": np.zeros((1, 1, 1, 16), np.uint8)}, {"quant_method": "mxfp4"})
+
+
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
+    original = SafetensorsWeights.open(REFERENCE / "gpt_oss")
+    plain = {tensor: original.get(tensor).astype(np.float32) for tensor in original.names()}
+    quantised = dict(plain)
+    random = np.random.default_rng(0)
+    for tensor, weight in plain.items():
+        if tensor.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inner, out = weight.shape
+            del quantised[tensor]
+            quantised[f"{tensor}_blocks"] = random.integers(0, 256, (experts, out, inner // 32, 16), np.uint8)
+            quantised[f"{tensor}_scales"] = np.full((experts, out, inner // 32), 123, np.uint8)
+    folder = tmp_path / "codes"
+    folder.mkdir()
+    weights = opened_as(folder, quantised, {"quant_method": "mxfp4"})
+    expanded_ones = {tensor: weights.get(tensor).astype(np.float32) for tensor in weights.names()}
+    assert sorted(expanded_ones) == original.names()
+    got = logits_of(tmp_path / "mxfp4", "gpt_oss", quantised, quantization_config={"quant_method": "mxfp4"})
+    assert np.array_equal(got, logits_of(tmp_path / "f32", "gpt_oss", expanded_ones))
