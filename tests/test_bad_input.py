@@ -15,7 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InvalidArgument, KVCache, KvcoreError, Linear, Threads, UnsupportedSimd
-from kvcore._kvcore import argmax, e4m3_decode, e4m3_encode, reference_attention, rms_norm, rope_split, silu_mul
+from kvcore._kvcore import (
+    activate,
+    argmax,
+    e4m3_decode,
+    e4m3_encode,
+    layer_norm,
+    linear_heads,
+    reference_attention,
+    rms_norm,
+    rope,
+    rope_split,
+    route,
+    softcap,
+)
 from kvtools import Sample, compute, make_cache, run_python
 
 
@@ -238,13 +251,24 @@ def entry_points(w: World) -> dict[str, Call]:
         "Threads": (Threads, args(num_threads=2)),
         "Linear": (Linear, args(weight=floats(6, 8), bias=floats(6), dtype="bfloat16", threads=None)),
         "linear": (w.linear, args(x=floats(5, 8))),
-        "norm_forward": (w.linear.norm_forward, args(x=floats(5, 8), norm_weight=floats(8), eps=1e-5)),
+        "norm_forward": (w.linear.norm_forward, args(x=floats(5, 8), norm_weight=floats(8), eps=1e-5,
+                                                          norm_bias=floats(8), norm="layer")),
         "add_forward": (w.linear.add_forward, args(x=floats(5, 8), residual=floats(5, 6))),
-        "gated_add_forward": (w.linear.gated_add_forward, args(gate_up=floats(5, 16), residual=floats(5, 6))),
+        "gated_add_forward": (w.linear.gated_add_forward, args(gate_up=floats(5, 16), residual=floats(5, 6),
+                                                                   activation="clamped_swiglu", alpha=1.0, limit=2.0)),
+        "activated_add_forward": (w.linear.activated_add_forward, args(x=floats(5, 8), residual=floats(5, 6),
+                                                                       activation="gelu")),
+        "linear_heads": (linear_heads, args(linears=[w.linear, w.linear], x=floats(5, 2, 8))),
         "rms_norm": (rms_norm, args(x=floats(5, 8), weight=floats(8), eps=1e-5, threads=None)),
         "rope_split": (rope_split, args(qkv=floats(5, 32), cos=floats(5, 2), sin=floats(5, 2), num_heads=4,
-                                        num_kv_heads=2, head_dim=4, threads=None)),
-        "silu_mul": (silu_mul, args(gate_up=floats(5, 8), threads=None)),
+                                        num_kv_heads=2, head_dim=4, interleaved=True, q_norm=floats(16),
+                                        k_norm=floats(8), norm="rms", norm_eps=1e-5, joint_norm=True, threads=None)),
+        "layer_norm": (layer_norm, args(x=floats(5, 8), weight=floats(8), bias=floats(8), eps=1e-5, threads=None)),
+        "rope": (rope, args(x=floats(5, 3, 8), cos=floats(5, 2), sin=floats(5, 2), interleaved=True, threads=None)),
+        "activate": (activate, args(x=floats(5, 8), activation="silu", gated=True, alpha=1.0, limit=1.0, threads=None)),
+        "softcap": (softcap, args(x=floats(5, 8), cap=3.0, threads=None)),
+        "route": (route, args(logits=floats(5, 8), bias=floats(8), top_k=2, scoring="sigmoid", groups=4, top_groups=2,
+                              group_best=2, renormalize=True, scale=2.0, threads=None)),
         "argmax": (argmax, args(row=floats(8))),
         "e4m3_encode": (e4m3_encode, args(values=floats(8), scale=0.5)),
         "e4m3_decode": (e4m3_decode, args(codes=np.arange(8, dtype=np.uint8), scale=0.5)),
@@ -420,9 +444,9 @@ def test_shapes_are_named() -> None:
     for window in (0, -1):
         with pytest.raises(InvalidArgument, match="window"):
             world.cache.attend(0, world.batch, floats(5, 4, 8), window=window)
-    for softcap in (0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300):
+    for cap in (0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300):
         with pytest.raises(InvalidArgument, match="softcap: expected a finite number above 0"):
-            world.cache.attend(0, world.batch, floats(5, 4, 8), softcap=softcap)
+            world.cache.attend(0, world.batch, floats(5, 4, 8), softcap=cap)
     for number in (3e38, -3e38):  # finite, but not in base 2
         numbers = np.full((4, 1), number, np.float32)
         with pytest.raises(InvalidArgument, match="position_bias: expected finite numbers from -2e38 to 2e38"):
@@ -463,7 +487,7 @@ def test_absurd_sizes_are_refused_without_harm() -> None:
 import resource
 import numpy as np
 from kvcore import KVCache, Linear, Threads
-from kvcore._kvcore import e4m3_encode, rms_norm, silu_mul
+from kvcore._kvcore import activate, e4m3_encode, rms_norm
 from kvtools import make_cache
 from test_bad_input import TYPED, Boasts
 
@@ -488,7 +512,7 @@ calls = [
     lambda: linear(np.broadcast_to(np.float32(1), (1 << 40, 1))),
     lambda: Linear(wide),
     lambda: rms_norm(wide, wide[0], 1e-5),
-    lambda: silu_mul(wide),
+    lambda: activate(wide, gated=True),
     lambda: e4m3_encode(np.broadcast_to(np.float32(1), 1 << 40)),
     lambda: KVCache(num_layers=1 << 20, num_kv_heads=1 << 10, head_dim=256, num_blocks=1 << 20),
     lambda: KVCache(num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=(1 << 32) - 1),

@@ -61,3 +61,11 @@ def test_files_and_tests_that_are_named_are_there(page: Path) -> None:
         if test:
             defined = re.search(rf"\b(?:def|fn|class) {test}\b", found.read_text(encoding="utf-8"))
             assert defined, f"{page.name}: no {test} in {path}"
+
+
+def test_the_family_that_is_shown_is_the_real_one() -> None:
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8"), re.DOTALL)
+    families = ROOT / "python/kvcore/models/families"
+    assert shown[0] == (families / "olmo2.py").read_text(encoding="utf-8")
+    body = "".join(f"    {line}\n" for line in shown[1].splitlines())
+    assert body in (families / "phi3.py").read_text(encoding="utf-8")

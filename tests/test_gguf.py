@@ -25,7 +25,7 @@ from kvcore.errors import CheckpointError
 from kvcore.models.families import spec_from_config
 from kvcore.models.rope import inv_freq
 from kvcore.models.spec import check_weights, read_output, unused_tensors
-from oracle import LlamaOracle
+from oracle import Oracle
 
 REFERENCE = Path(__file__).parent / "data" / "reference"
 
@@ -395,25 +395,25 @@ def converted(name: str) -> tuple[list[bytes], dict[str, tuple[int, Sequence[int
         entry("llama.block_count", U32, spec.num_layers),
         entry("llama.context_length", U32, spec.max_position_embeddings),
         entry("llama.embedding_length", U32, spec.hidden_size),
-        entry("llama.feed_forward_length", U32, spec.intermediate_size),
+        entry("llama.feed_forward_length", U32, spec.layers[0].mlp.inner),
         entry("llama.attention.head_count", U32, spec.num_heads),
         entry("llama.attention.head_count_kv", U32, spec.num_kv_heads),
         entry("llama.attention.key_length", U32, spec.head_dim),
         entry("llama.attention.value_length", U32, spec.head_dim),
-        entry("llama.attention.layer_norm_rms_epsilon", F32, spec.norm_eps),
-        entry("llama.rope.freq_base", F32, spec.rope.theta),
+        entry("llama.attention.layer_norm_rms_epsilon", F32, spec.norm.eps),
+        entry("llama.rope.freq_base", F32, spec.ropes[0].theta),
         entry("llama.rope.dimension_count", U32, spec.head_dim),
     ]
     names = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "input_norm": "attn_norm",
              "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
              "mlp_norm": "ffn_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}  # fmt: skip
     tensors = {}
-    for layer, group in ((None, spec.tensors), *((i, spec.layer_tensors) for i in range(spec.num_layers))):
-        for tensor in group:
-            full = spec.tensor(tensor.role, layer).name
+    for layer, group in ((None, spec.tensors), *((i, x.tensors) for i, x in enumerate(spec.layers))):
+        for role in group:
+            full = spec.tensor(role, layer).name
             if full not in weights:
                 continue
-            base, suffix = tensor.role.split(".")
+            base, suffix = role.split(".")
             array = weights.get(full)
             if base in ("q_proj", "k_proj"):
                 array = permuted(array, spec.num_heads if base == "q_proj" else spec.num_kv_heads)
@@ -445,24 +445,24 @@ def test_a_converted_model_is_the_model(tmp_path: Path, name: str) -> None:
         assert np.array_equal(got.astype(np.float32), original.get(tensor).astype(np.float32))
     spec = spec_from_config(weights.to_config())
     want = spec_from_config(load_config(REFERENCE / name))
-    assert spec.rope == want.rope
+    assert spec.ropes == want.ropes
     assert spec.tie_word_embeddings == want.tie_word_embeddings
     assert unused_tensors(spec, weights) == []
-    logits = LlamaOracle(want, original).logits([1, 5, 9, 200])
-    np.testing.assert_allclose(LlamaOracle(spec, weights).logits([1, 5, 9, 200]), logits, rtol=0, atol=1e-5)
+    logits = Oracle(want, original).logits([1, 5, 9, 200])
+    np.testing.assert_allclose(Oracle(spec, weights).logits([1, 5, 9, 200]), logits, rtol=0, atol=1e-5)
 
 
 def test_rope_factors_are_those_of_llama3(tmp_path: Path) -> None:
     entries, tensors = converted("llama_rope_llama3")
-    want = spec_from_config(load_config(REFERENCE / "llama_rope_llama3")).rope
-    plain, _ = inv_freq(spec_from_config(load_config(REFERENCE / "llama_gqa")).rope)
+    want = spec_from_config(load_config(REFERENCE / "llama_rope_llama3")).ropes[0]
+    plain, _ = inv_freq(spec_from_config(load_config(REFERENCE / "llama_gqa")).ropes[0])
     theta_only = np.array([want.theta ** (-i / 16) for i in range(16)])
     factors = (theta_only / inv_freq(want)[0]).astype(np.float32)
     tensors["rope_freqs.weight"] = f32(factors)
     weights = GGUFWeights.open(write(tmp_path / "x.gguf", file_of(entries, tensors)))
     spec = spec_from_config(weights.to_config())
-    assert spec.rope.kind == "factors"
-    np.testing.assert_allclose(inv_freq(spec.rope)[0], inv_freq(want)[0], rtol=3e-7)
+    assert spec.ropes[0].kind == "factors"
+    np.testing.assert_allclose(inv_freq(*spec.ropes)[0], inv_freq(want)[0], rtol=3e-7)
     assert len(plain) == 8
     assert "rope_freqs.weight" not in weights.unused()
     tensors["rope_freqs.weight"] = f32(factors[:4])
@@ -544,7 +544,7 @@ def test_per_layer_arrays_of_one_value_are_that_value(tmp_path: Path) -> None:
 
 def test_linear_scaling_under_its_old_key(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", file_of([*HYPER, entry("llama.rope.scale_linear", F32, 2.0)], TENSORS))
-    assert spec_from_config(GGUFWeights.open(path).to_config()).rope.factor == 2.0
+    assert spec_from_config(GGUFWeights.open(path).to_config()).ropes[0].factor == 2.0
 
 
 def test_yarn_attention_factor_is_the_product(tmp_path: Path) -> None:
@@ -556,7 +556,7 @@ def test_yarn_attention_factor_is_the_product(tmp_path: Path) -> None:
     ]
     rope = spec_from_config(
         GGUFWeights.open(write(tmp_path / "x.gguf", file_of([*HYPER, *extra], TENSORS))).to_config()
-    ).rope
+    ).ropes[0]
     assert rope.attention_factor == pytest.approx(0.5 * (0.1 * np.log(4) + 1))
     assert rope.beta_fast == 16.0
 
@@ -582,7 +582,7 @@ def test_smollm2(smollm2_path: Path) -> None:
     check_weights(spec, weights)
     assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
     assert spec.tie_word_embeddings
-    assert spec.rope.theta == 100000.0
+    assert spec.ropes[0].theta == 100000.0
     assert seconds < 0.3
     by_name = {t.name: t for t in package.GGUFReader(smollm2_path).tensors}
     for name in ("blk.7.ffn_down.weight", "blk.29.attn_q.weight", "output_norm.weight"):

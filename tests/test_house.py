@@ -73,7 +73,7 @@ PYTHON = {
     "session": {"errors", "engine", "outputs", "prompts", "llm"},
     "live": set(),
     "metrics": {"errors", "live"},
-    "plan": {"errors", "checkpoint"},
+    "plan": {"errors", "checkpoint", "models"},
     "cli": {"errors", "engine", "outputs", "checkpoint", "llm", "live", "plan"},
     "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "async_llm", "session", "viz"},
     "__main__": {"cli"},

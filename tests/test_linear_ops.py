@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InvalidArgument, Linear, Threads, available_simd
-from kvcore._kvcore import argmax, rms_norm, rope_split, silu_mul
+from kvcore._kvcore import activate, argmax, layer_norm, linear_heads, rms_norm, rope, rope_split, route, softcap
 from kvtools import assert_bitwise, forced_simd, rounded
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
@@ -97,7 +97,7 @@ def test_fused_calls_are_their_parts(dtype: str, simd_level: str) -> None:
     linear = Linear(normal(50, 70), normal(50), dtype=dtype)
     x, weight, gate_up, residual = normal(9, 70), normal(70), normal(9, 140), normal(9, 50)
     assert_bitwise(linear.norm_forward(x, weight, EPS), linear(rms_norm(x, weight, EPS)))
-    expected = residual + linear(silu_mul(gate_up))
+    expected = residual + linear(activate(gate_up, gated=True))
     linear.gated_add_forward(gate_up, residual)
     assert_bitwise(residual, expected)
 
@@ -220,25 +220,72 @@ def test_rope_split(rows: int, heads: int, kv_heads: int, half: int, width: int,
 
 
 @given(rows=st.integers(0, 5), n=SIZES, level=st.sampled_from(available_simd()))
-def test_silu_mul(rows: int, n: int, level: str) -> None:
+def test_layer_norm(rows: int, n: int, level: str) -> None:
+    x, weight, bias = normal(rows, n) * 100, normal(n, seed=1), normal(n, seed=2)
+    with forced_simd(level):
+        plain, shifted = layer_norm(x, weight, None, EPS), layer_norm(x, weight, bias, EPS)
+    want = norm64(x - x.astype(np.float64).mean(axis=1, keepdims=True), weight, EPS)
+    np.testing.assert_allclose(plain, want, rtol=0, atol=3e-5)
+    assert_bitwise(shifted, plain + bias)
+
+
+def test_experts_are_chosen_by_merit_and_weighed_by_score() -> None:
+    logits = np.array([[0.0, 1.0, 2.0, 3.0], [5.0, 5.0, 5.0, 5.0]], np.float32)
+    ids, weights = route(logits, top_k=2)
+    assert ids.tolist() == [[2, 3], [0, 1]]
+    np.testing.assert_allclose(weights, [[0.23688284, 0.6439143], [0.25, 0.25]], rtol=1e-6)
+    ids, weights = route(logits, np.array([9.0, 0, 0, 0], np.float32), top_k=2, scoring="sigmoid", renormalize=True)
+    assert ids.tolist() == [[0, 3], [0, 1]]
+    np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(weights[0, 0] / weights[0, 1], 0.5 * (1 + np.exp(-3)), rtol=1e-6)
+    with pytest.raises(InvalidArgument, match="top_k: expected at most 4"):
+        route(logits, top_k=5)
+    assert route(np.zeros((0, 4), np.float32), top_k=2)[0].shape == (0, 2)
+    spoiled = np.array([[np.nan, 1.0, 2.0, 3.0], *logits], np.float32)
+    assert_bitwise(route(spoiled, top_k=2)[1][1:], route(logits, top_k=2)[1])
+
+
+@given(rows=st.integers(0, 5), n=SIZES, level=st.sampled_from(available_simd()))
+def test_gated_silu(rows: int, n: int, level: str) -> None:
     x = normal(rows, 2 * n) * 10
     with forced_simd(level):
-        out = silu_mul(x)
+        out = activate(x, gated=True)
     np.testing.assert_allclose(out, silu64(x), rtol=3e-6, atol=1e-7)
 
 
-def test_silu_mul_at_the_ends() -> None:
+def test_gated_silu_at_the_ends() -> None:
     gate = np.array([-1e6, -200, -88, -0.0, 0, 88, 200, 1e30], np.float32)
-    out = silu_mul(np.concatenate([gate, np.ones_like(gate)])[None])
+    out = activate(np.concatenate([gate, np.ones_like(gate)])[None], gated=True)
     np.testing.assert_allclose(out[0], np.where(gate > 0, gate, gate * 0), atol=1e-30)
 
 
-@pytest.mark.parametrize("operation", ["rms_norm", "silu_mul", "rope_split"])
+def capped(x: np.ndarray, threads: Threads) -> np.ndarray:
+    x = x.copy()
+    assert softcap(x, 3.0, threads=threads) is None
+    return x
+
+
+OPERATIONS = ["rms_norm", "layer_norm", "activate", "gelu", "rope_split", "rope", "softcap", "route", "linear_heads"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations_are_the_same_on_any_number_of_threads(operation: str) -> None:
     x = normal(600, 512)
     calls: dict[str, Callable[[Threads, slice], np.ndarray]] = {
         "rms_norm": lambda threads, span: rms_norm(x[span], x[0], EPS, threads=threads),
-        "silu_mul": lambda threads, span: silu_mul(x[span], threads=threads),
+        "layer_norm": lambda threads, span: layer_norm(x[span], x[0], x[1], EPS, threads=threads),
+        "activate": lambda threads, span: activate(x[span], gated=True, threads=threads),
+        "gelu": lambda threads, span: activate(x[span, :301], "gelu", threads=threads),
+        "rope": lambda threads, span: rope(
+            x[span].reshape(-1, 4, 128), x[span, :60], x[span, 60:120], interleaved=True, threads=threads
+        ),
+        "softcap": lambda threads, span: capped(x[span, :301], threads),
+        "route": lambda threads, span: route(
+            x[span], x[0], top_k=9, scoring="sigmoid", groups=8, top_groups=3, group_best=2, threads=threads
+        )[1],
+        "linear_heads": lambda threads, span: linear_heads(
+            [Linear(x[i : i + 33, :128], threads=threads) for i in range(4)], x[span].reshape(-1, 4, 128)
+        ),
         "rope_split": lambda threads, span: np.concatenate(
             rope_split(x[span], x[span, :32], x[span, 32:64], 4, 2, 64, threads=threads), axis=1
         ),

@@ -538,7 +538,7 @@ def test_options_are_checked_before_anything_is_read(options: Any, error: type[E
 
 
 SPEC: Any = SimpleNamespace(
-    num_layers=32, num_kv_heads=8, head_dim=128, max_position_embeddings=8192, rope=SimpleNamespace(kind="llama3")
+    num_layers=32, num_kv_heads=8, head_dim=128, max_position_embeddings=8192, ropes=[SimpleNamespace(kind="llama3")]
 )
 
 
@@ -568,7 +568,7 @@ def test_the_length_of_a_model() -> None:
     assert loading.model_length(SPEC, Options(max_model_len=100)) == 100
     with pytest.raises(InvalidArgument, match=r"at most 8192 .*, got 8193"):
         loading.model_length(SPEC, Options(max_model_len=8193))
-    dynamic: Any = SimpleNamespace(**{**vars(SPEC), "rope": SimpleNamespace(kind="dynamic")})
+    dynamic: Any = SimpleNamespace(**{**vars(SPEC), "ropes": [SimpleNamespace(kind="dynamic")]})
     assert loading.model_length(dynamic, Options()) is None
     assert loading.model_length(dynamic, Options(max_model_len=10_000)) == 10_000
 
@@ -590,8 +590,8 @@ def test_dtypes() -> None:
 
 def test_random_weights() -> None:
     shapes = {"a.weight": (300, 200), "norm.weight": (200,), "a.bias": (300,)}
-    tensors = [SimpleNamespace(name=name, shape=shape, required=True) for name, shape in shapes.items()]
-    tensors.append(SimpleNamespace(name="lm_head.weight", shape=(1, 1), required=False))
+    tensors = [SimpleNamespace(name=name, stored_shape=shape, required=True) for name, shape in shapes.items()]
+    tensors.append(SimpleNamespace(name="lm_head.weight", stored_shape=(1, 1), required=False))
     spec: Any = SimpleNamespace(all_tensors=lambda: tensors)
     weights = loading.RandomWeights(spec, 0)
     assert weights.names() == sorted(shapes)

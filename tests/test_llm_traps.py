@@ -42,7 +42,7 @@ from models import (
     recorded,
     table_folder,
 )
-from oracle import LlamaOracle
+from oracle import Oracle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 GQA = REFERENCE / "llama_gqa"
@@ -316,7 +316,7 @@ def test_trap_11_empty_prompts(prompts: Any, tmp_path: Path) -> None:
 def compare(config: dict[str, Any], length: int = 40, **options: Any) -> None:
     """A model with random weights in float32, against the oracle with the same weights."""
     spec = spec_from_config(config)
-    oracle = LlamaOracle(spec, RandomWeights(spec, 7), np.float64)
+    oracle = Oracle(spec, RandomWeights(spec, 7), np.float64)
     ids = np.random.default_rng(9).integers(0, spec.vocab_size, length)
     want = oracle.logits(ids)
     with LLM.from_config(config, seed=7, num_kv_blocks=16, **EXACT, **options) as llm:

@@ -19,6 +19,7 @@ from kvcore import KVCache
 from kvcore.checkpoint import pull
 from kvcore.checkpoint.config import Config
 from kvcore.errors import CheckpointError, InvalidArgument, KvcoreError
+from kvcore.models.shape import FAMILIES, attention_heads, text_config
 from kvcore.plan import (
     LayerCache,
     Model,
@@ -36,7 +37,6 @@ from kvcore.plan import (
     parse_tokens,
 )
 from kvcore.plan.budget import held_blocks, kept_tokens
-from kvcore.plan.cache_shape import FAMILIES, attention_heads, text_config
 from kvcore.plan.formats import FORMATS
 from kvcore.plan.shapes import SHAPES
 from kvcore.plan.sizes import MAX_BYTES, UNITS

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.checkpoint.config import Config
-from kvcore.errors import InvalidArgument
+from kvcore.errors import CheckpointError, InvalidArgument
 from kvcore.models.rope import KINDS, RopeSpec, RopeTable, inv_freq, rope_from_config
 
 
@@ -28,6 +28,8 @@ SPECS = {
                    original_max_position_embeddings=64),
     "yarn": rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
     "factors": rope(rope_type="factors", factors=[1.0 + i / 4 for i in range(16)]),
+    "longrope": rope(rope_type="longrope", short_factor=[1.0 + i / 8 for i in range(16)],
+                     long_factor=[1.0 + i for i in range(16)], original_max_position_embeddings=32),
 }  # fmt: skip
 
 
@@ -86,6 +88,42 @@ def test_yarn_factor_may_follow_from_the_lengths() -> None:
     assert rope(max_positions=256, rope_type="yarn", factor=2.0).original_max_position == 256
 
 
+def test_longrope() -> None:
+    spec = SPECS["longrope"]
+    plain = inv_freq(SPECS["default"])[0]
+    assert spec.attention_factor == math.sqrt(1 + math.log(128 / 32) / math.log(32))
+    for length, step in ((0, 1 / 8), (32, 1 / 8), (33, 1), (1000, 1)):
+        np.testing.assert_allclose(inv_freq(spec, length)[0], plain / (1 + step * np.arange(16)), rtol=3e-7)
+    # one set of factors for all tokens of a sequence, by the length that it has reached
+    assert [spec.context_len(12, length) for length in (12, 32, 33, 100)] == [32, 32, 33, 33]
+    assert [spec.base_length(p, 32) for p in (0, 31)] == [0, 0]
+    assert [spec.base_length(p, 33) for p in (0, 31, 90)] == [33, 33, 33]
+    assert spec.cache_key(32) is None
+    assert spec.cache_key(33) == spec.cache_key(1000) != None  # noqa: E711
+    # the limit may stand outside, as in Phi-3's files, and "su" is the oldest name
+    old = Config({"original_max_position_embeddings": 32, "rope_scaling": {
+        "type": "su", "short_factor": spec.freq_factors, "long_factor": spec.long_factors}})  # fmt: skip
+    assert rope_from_config(old, 32, 128) == spec
+    assert rope(rope_type="longrope", short_factor=[1.0] * 16, long_factor=[1.0] * 16, factor=4.0,
+                attention_factor=1.5).attention_factor == 1.5  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"short_factor": [1.0] * 15}, "short_factor: expected 16 numbers, got .*15 numbers"),
+        ({"long_factor": "much"}, "long_factor: expected a list of numbers"),
+        ({"long_factor": None}, "long_factor: expected a list of numbers"),
+        ({"short_factor": [0.0] * 16}, r"short_factor\[0\]: expected a number"),
+        ({"original_max_position_embeddings": 1}, "original_max_position_embeddings: expected at least 2"),
+    ],
+)
+def test_bad_longrope(changes: dict[str, Any], message: str) -> None:
+    good = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 32}
+    with pytest.raises(CheckpointError, match=message):
+        rope(rope_type="longrope", **{**good, **changes})
+
+
 def test_type_and_rope_type_are_both_read() -> None:
     assert rope(type="linear", factor=2.0) == rope(rope_type="linear", factor=2.0)
     assert rope(type="default") == rope()
@@ -107,8 +145,7 @@ def test_dynamic_is_a_function_of_the_request() -> None:
     assert [spec.base_length(p, 37) for p in (0, 36, 37)] == [37, 37, 38]
     assert spec.cache_key(32) is None
     assert spec.cache_key(33) not in (None, spec.cache_key(34))
-    assert all(SPECS[kind].cache_key(1000) is None for kind in KINDS if kind != "dynamic")
-    assert RopeTable(spec).cache_key(33) == spec.cache_key(33)
+    assert all(SPECS[kind].cache_key(1000) is None for kind in KINDS if kind not in ("dynamic", "longrope"))
 
 
 def row(spec: RopeSpec, position: int, prompt_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,15 +22,20 @@ __all__ = [
     "Threads",
     "TileView",
     "__version__",
+    "activate",
     "argmax",
     "available_simd",
     "e4m3_decode",
     "e4m3_encode",
+    "layer_norm",
+    "linear_heads",
     "reference_attention",
     "rms_norm",
+    "rope",
     "rope_split",
-    "silu_mul",
+    "route",
     "simd",
+    "softcap",
 ]
 
 __version__: str
@@ -767,14 +772,40 @@ class Linear:
     def __call__(self, x: _Floats) -> npt.NDArray[np.float32]:
         """x @ W.T + b: x [rows, in_features], the result [rows, out_features]."""
 
-    def norm_forward(self, x: _Floats, norm_weight: _Floats, eps: float) -> npt.NDArray[np.float32]:
-        """rms_norm(x, norm_weight, eps) @ W.T + b: x [rows, in_features], norm_weight [in_features]."""
+    def norm_forward(
+        self,
+        x: _Floats,
+        norm_weight: _Floats,
+        eps: float,
+        *,
+        norm_bias: _Floats | None = None,
+        norm: str = "rms",
+    ) -> npt.NDArray[np.float32]:
+        """norm(x) @ W.T + b: x [rows, in_features], norm_weight and norm_bias [in_features].
+
+        Args:
+            norm: ``"rms"`` or ``"layer"``, as ``rms_norm`` and ``layer_norm``.
+        """
 
     def add_forward(self, x: _Floats, residual: npt.NDArray[np.float32]) -> None:
         """residual += x @ W.T + b, in place: x [rows, in_features], residual [rows, out_features]."""
 
-    def gated_add_forward(self, gate_up: _Floats, residual: npt.NDArray[np.float32]) -> None:
-        """residual += (silu(gate) * up) @ W.T + b, in place: gate_up [rows, 2 * in_features], gate before up."""
+    def gated_add_forward(
+        self,
+        gate_up: _Floats,
+        residual: npt.NDArray[np.float32],
+        activation: str = "silu",
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+    ) -> None:
+        """residual += (f(gate) * up) @ W.T + b, in place: gate_up [rows, 2 * in_features], gate before up.
+
+        activation, alpha and limit are those of ``activate``.
+        """
+
+    def activated_add_forward(self, x: _Floats, residual: npt.NDArray[np.float32], activation: str) -> None:
+        """residual += f(x) @ W.T + b, in place: x [rows, in_features], residual [rows, out_features]."""
 
     @property
     def in_features(self) -> int: ...
@@ -799,6 +830,27 @@ def available_simd() -> list[str]:
 def rms_norm(x: _Floats, weight: _Floats, eps: float, *, threads: Threads | None = None) -> npt.NDArray[np.float32]:
     """weight * x / sqrt(mean(x^2) + eps) for each row: x [rows, n], weight [n]."""
 
+def layer_norm(
+    x: _Floats, weight: _Floats, bias: _Floats | None, eps: float, *, threads: Threads | None = None
+) -> npt.NDArray[np.float32]:
+    """weight * (x - mean(x)) / sqrt(var(x) + eps) + bias for each row: x [rows, n], weight and bias [n]."""
+
+def linear_heads(linears: list[Linear], x: _Floats) -> npt.NDArray[np.float32]:
+    """Each head of a row through a layer of its own: x [rows, heads, inputs], the result [rows, heads, outputs].
+
+    Raises:
+        InvalidArgument: layers of different sizes, or x of another shape.
+    """
+
+def rope(
+    x: _Floats, cos: _Floats, sin: _Floats, *, interleaved: bool = False, threads: Threads | None = None
+) -> npt.NDArray[np.float32]:
+    """Rotate heads: x [rows, heads, dim], cos and sin [rows, w], of which the first 2 w dimensions of each head turn.
+
+    Args:
+        interleaved: dimensions 2 i and 2 i + 1 turn together, else i and i + w.
+    """
+
 def rope_split(
     qkv: _Floats,
     cos: _Floats,
@@ -807,20 +859,82 @@ def rope_split(
     num_kv_heads: int,
     head_dim: int,
     *,
+    interleaved: bool = False,
+    q_norm: _Floats | None = None,
+    k_norm: _Floats | None = None,
+    norm: str = "rms",
+    norm_eps: float = 1e-6,
+    joint_norm: bool = False,
     threads: Threads | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Split joint rows and rotate q and k (half-split pairs, as Hugging Face's models).
+    """Split joint rows, normalise q and k if weights for that are given, and rotate them.
 
     Args:
         qkv: [rows, (num_heads + 2 * num_kv_heads) * head_dim]: all q heads, all k heads, all v heads.
         cos, sin: [rows, w]: the first 2 w dimensions of each head turn.
+        interleaved: as for ``rope``.
+        q_norm, k_norm: weights of all q heads and of all k heads, [heads * head_dim]; both or none.
+        norm, norm_eps: ``"rms"`` or ``"layer"``, as ``rms_norm`` and ``layer_norm``.
+        joint_norm: all heads of a row together (OLMo 2), else each head alone (Qwen 3).
 
     Returns:
         q [rows, num_heads, head_dim], k and v [rows, num_kv_heads, head_dim].
     """
 
-def silu_mul(gate_up: _Floats, *, threads: Threads | None = None) -> npt.NDArray[np.float32]:
-    """silu(gate) * up: gate_up [rows, 2 n], each row all of gate, then all of up; the result is [rows, n]."""
+def activate(
+    x: _Floats,
+    activation: str = "silu",
+    *,
+    gated: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    threads: Threads | None = None,
+) -> npt.NDArray[np.float32]:
+    """f(x) of each value of x [rows, n]; or gated, f(gate) * up of x [rows, 2 n], each row gate before up.
+
+    Args:
+        activation: ``silu``; ``gelu``, x times the normal distribution; ``gelu_tanh``, its approximation; ``relu``;
+            ``sigmoid``; or ``clamped_swiglu`` (gpt-oss, gated only): (up + 1) * gate * sigmoid(alpha * gate), gate at
+            most ``limit`` and up from -limit to limit.
+
+    Returns:
+        float32 [rows, n]. Within 2e-6 of the exact function, relative to the larger of its value and the input.
+    """
+
+def softcap(x: npt.NDArray[np.float32], cap: float, *, threads: Threads | None = None) -> None:
+    """x = cap * tanh(x / cap), in place: x [rows, n], cap above 0."""
+
+def route(
+    logits: _Floats,
+    bias: _Floats | None = None,
+    *,
+    top_k: int,
+    scoring: str = "softmax",
+    groups: int | None = None,
+    top_groups: int | None = None,
+    group_best: int | None = None,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    threads: Threads | None = None,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Which experts each row goes to, and with what weights.
+
+    Args:
+        logits: [rows, experts].
+        bias: [experts], added to the scores for the choice alone, not for the weights (DeepSeek-V3).
+        top_k: experts of a row.
+        scoring: ``softmax`` over all experts, or ``sigmoid`` of each.
+        groups, top_groups: experts are in so many equal groups, and a row's may be in so many of them. None: 1.
+        group_best: a group's merit is the sum of so many of its best experts'. None: 1.
+        renormalize: divide a row's weights by their sum.
+        scale: what the weights are multiplied by then.
+
+    Returns:
+        ids int64 [rows, top_k], ascending in each row, and weights float32 [rows, top_k].
+
+    Raises:
+        InvalidArgument: a shape or a count that does not fit.
+    """
 
 def argmax(row: _Floats) -> int:
     """Index of the largest value of ``row`` [n], the lowest of equal ones. Raises InvalidArgument for a NaN."""

@@ -50,6 +50,7 @@ class LLM:
         *,
         dtype: str = "auto",
         quantization: str = "auto",
+        mla: str = "absorbed",
         kv_cache_dtype: str = "auto",
         kv_cache_scale_mode: str = "auto",
         kv_cache_memory: int | None = None,
@@ -77,6 +78,8 @@ class LLM:
                 output matrix in 8, and what they are multiplied with is rounded to 8 bits: half or a third of
                 bfloat16's memory (the embedding's rows stay), and as much faster to decode with. A GGUF file's
                 Q8_0, or Q4_0 and Q4_1, are taken as they are. auto and none: weights are expanded to ``dtype``.
+            mla: models with latent attention (DeepSeek) keep one compressed row for each token (absorbed), or the keys
+                and values of all heads (expanded): the same but for rounding, in many times the memory.
             kv_cache_dtype: what keys and values are stored in: auto (float32 beside float32 weights, else bfloat16),
                 float32 (f32), bfloat16 (bf16), float16 (f16), fp8_e4m3 (fp8), fp8_e5m2, int8 or int4.
             kv_cache_scale_mode: static (fp8: one scale for each layer and head, 1 until ``calibrate``), per_token_head
@@ -107,6 +110,7 @@ class LLM:
         options = Options(
             dtype=dtype,
             quantization=quantization,
+            mla=mla,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_scale_mode=kv_cache_scale_mode,
             kv_cache_memory=kv_cache_memory,

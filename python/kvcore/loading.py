@@ -53,6 +53,7 @@ class Options:
 
     dtype: str = "auto"
     quantization: str = "auto"
+    mla: str = "absorbed"
     kv_cache_dtype: str = "auto"
     kv_cache_scale_mode: str = "auto"
     kv_cache_memory: int | None = None
@@ -73,6 +74,7 @@ class Options:
         object.__setattr__(self, "dtype", _name("dtype", self.dtype, WEIGHT_DTYPES))
         object.__setattr__(self, "kv_cache_dtype", _name("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES)))
         _name("quantization", self.quantization, ("auto", "none", "int8", "int4"))
+        _name("mla", self.mla, ("absorbed", "expanded"))
         _name("kv_cache_scale_mode", self.kv_cache_scale_mode, SCALE_MODES)
         maxima = {"block_size": _MAX_BLOCK_SIZE, "num_kv_blocks": _MAX_BLOCKS, "num_threads": _MAX_THREADS}
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -132,7 +134,7 @@ def load_parts(model: str | Path, options: Options) -> Parts:
 
     checkpoint = open_checkpoint(model)
     tokenizer = make_tokenizer(checkpoint.tokenizer_source)
-    spec = make_spec(checkpoint.config)
+    spec = make_spec(checkpoint.config, options)
     return Parts(
         make_decoder(spec, checkpoint.weights, checkpoint.config, options, fingerprint(checkpoint.path)),
         checkpoint.generation,
@@ -152,7 +154,7 @@ def parts_from_config(config: Mapping[str, Any], seed: int, options: Options) ->
     """
     from kvcore.checkpoint.config import GenerationConfig
 
-    spec = make_spec(config)
+    spec = make_spec(config, options)
     return Parts(
         make_decoder(spec, RandomWeights(spec, seed), config, options, f"random weights of seed {seed}, {spec!r}"),
         GenerationConfig.merge(config),
@@ -161,11 +163,12 @@ def parts_from_config(config: Mapping[str, Any], seed: int, options: Options) ->
     )
 
 
-def make_spec(config: Mapping[str, Any]) -> DecoderSpec:
+def make_spec(config: Mapping[str, Any], options: Options) -> DecoderSpec:
     """What the configuration describes. Raises CheckpointError."""
     from kvcore.models.families import spec_from_config
 
-    return spec_from_config(config)
+    spec = spec_from_config(config)
+    return spec.expanded() if options.mla == "expanded" else spec
 
 
 def make_tokenizer(source: Any) -> Tokenizer | None:
@@ -211,13 +214,19 @@ def make_cache(
     spec: DecoderSpec, dtype: str, options: Options, num_blocks: int, threads: Threads, fingerprint: str
 ) -> KVCache:
     """The model's cache beside weights of this dtype. Its memory becomes resident as it is used."""
-    from kvcore._kvcore import KVCache
+    from kvcore._kvcore import KVCache, KVGroup
+    from kvcore.models.shape import cache_groups
 
+    groups = []
+    for group in cache_groups(spec.cache_layers()):
+        cache, sizes = group.cache, {}
+        if cache.kind == "latent":
+            sizes = {"rank": cache.rank, "rope_dim": cache.rope_dim}
+        else:
+            sizes = {"num_kv_heads": cache.num_kv_heads, "head_dim": cache.head_dim, "v_head_dim": cache.v_head_dim}
+        groups.append(KVGroup(cache.kind, group.layers, window=cache.window, num_blocks=num_blocks, **sizes))
     return KVCache(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        num_blocks=num_blocks,
+        groups=groups,
         block_size=options.block_size,
         dtype=kv_cache_dtype(dtype, options),
         scale_mode=None if options.kv_cache_scale_mode == "auto" else options.kv_cache_scale_mode,
@@ -253,7 +262,7 @@ def model_length(spec: DecoderSpec, options: Options) -> int | None:
     Raises:
         InvalidArgument: the option is more than the model was made for.
     """
-    limit = None if spec.rope.kind == "dynamic" else spec.max_position_embeddings
+    limit = None if any(rope.kind == "dynamic" for rope in spec.ropes) else spec.max_position_embeddings
     if options.max_model_len is None:
         return limit
     if limit is not None and options.max_model_len > limit:
@@ -300,7 +309,7 @@ class RandomWeights:
     def __init__(self, spec: DecoderSpec, seed: int) -> None:
         self._seed = seed
         # tensors that may be missing are missing: no biases, and a tied output matrix
-        self._shapes = {tensor.name: tensor.shape for tensor in spec.all_tensors() if tensor.required}
+        self._shapes = {tensor.name: tensor.stored_shape for tensor in spec.all_tensors() if tensor.required}
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
@@ -320,7 +329,7 @@ class RandomWeights:
     def get(self, name: str) -> npt.NDArray[Any]:
         """The tensor, float32."""
         shape = self._shapes[name]
-        if len(shape) == 1:
+        if len(shape) == 1 or "norm" in name:
             return (np.zeros if name.endswith("bias") else np.ones)(shape, np.float32)
         generator = np.random.default_rng([self._seed, *name.encode()])
         # an embedding's rows are looked up, so its inputs are its width as well

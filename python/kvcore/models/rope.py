@@ -29,7 +29,7 @@ from kvcore.checkpoint.config import ConfigReader
 from kvcore.errors import InvalidArgument
 
 _FACTORS: Final = "factors"  # no name of transformers: only the configuration made of a GGUF file has it
-KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 _Floats = npt.NDArray[np.float32]
 
@@ -39,20 +39,23 @@ class RopeSpec:
     """A rotary embedding.
 
     Attributes:
-        kind: ``default``; ``linear``; ``dynamic`` (NTK); ``llama3``; ``yarn``; ``factors`` (one divisor for each
-            frequency, as a GGUF file may have them).
+        kind: ``default``; ``linear``; ``dynamic`` (NTK); ``llama3``; ``yarn``; ``longrope`` (one divisor for each
+            frequency, others for long sequences); ``factors`` (one divisor for each, as a GGUF file may have them).
         theta: the base.
         rotary_dim: how many dimensions of a head turn, from its first on; even.
         max_position_embeddings: the model's positions (``dynamic`` scales beyond them).
         factor: how far positions are stretched (``linear``, ``dynamic``, ``llama3``, ``yarn``).
-        original_max_position: positions that the model was first trained on (``llama3``, ``yarn``).
+        original_max_position: positions that the model was first trained on (``llama3``, ``yarn``, ``longrope``).
         low_freq_factor: ``llama3``: wavelengths above original / this are scaled fully.
         high_freq_factor: ``llama3``: wavelengths below original / this are not scaled.
-        attention_factor: ``yarn``: what cosine and sine are multiplied by.
+        attention_factor: ``yarn``, ``longrope``: what cosine and sine are multiplied by.
+        score_factor: ``yarn``: what attention scores are multiplied by in families that want it (DeepSeek).
         beta_fast: ``yarn``: frequencies with more rotations than this are not scaled.
         beta_slow: ``yarn``: frequencies with fewer rotations than this are scaled fully.
         truncate: ``yarn``: whether the range between the two is rounded outwards.
-        freq_factors: ``factors``: ``rotary_dim / 2`` divisors.
+        freq_factors: ``factors``, ``longrope``: ``rotary_dim / 2`` divisors.
+        long_factors: ``longrope``: those of sequences longer than ``original_max_position``.
+        interleaved: whether the two dimensions that turn together are neighbours, or half of ``rotary_dim`` apart.
     """
 
     kind: str
@@ -64,54 +67,107 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float = 1.0
+    score_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     freq_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    interleaved: bool = False
 
-    def base_length(self, position: int, prompt_len: int) -> int:
+    @property
+    def follows_length(self) -> bool:
+        """Whether frequencies depend on the length of a sequence."""
+        return self.kind in ("dynamic", "longrope")
+
+    def context_len(self, prompt_len: int, length: int) -> int:
+        """The length that a request's frequencies follow, see ``base_length``: its prompt's, but with ``longrope``.
+
+        There all tokens of a sequence take the factors for the length that it has reached. When that passes
+        ``original_max_position``, stored keys are of no use any more.
+        """
+        if self.kind != "longrope":
+            return prompt_len
+        return self.original_max_position + (length > self.original_max_position)
+
+    def base_length(self, position: int, context_len: int) -> int:
         """The sequence length that decides the frequencies of a token; 0 if none does.
 
-        Only ``dynamic`` depends on length. It is made a function of the request: the tokens of the prompt take the
-        prompt's length, a later one at position p takes p + 1. Up to ``max_position_embeddings`` nothing is scaled.
+        ``dynamic``: made a function of the request: the tokens of the prompt take the prompt's length, a later one at
+        position p takes p + 1. Up to ``max_position_embeddings`` nothing is scaled. ``longrope``: one length beyond
+        ``original_max_position`` stands for all.
         """
+        if self.kind == "longrope":
+            return self.original_max_position + 1 if context_len > self.original_max_position else 0
         if self.kind != "dynamic":
             return 0
-        length = prompt_len if position < prompt_len else position + 1
+        length = context_len if position < context_len else position + 1
         return length if length > self.max_position_embeddings else 0
 
-    def cache_key(self, prompt_len: int) -> bytes | None:
+    def cache_key(self, context_len: int) -> bytes | None:
         """What must be equal, beside the tokens, for two requests to share stored keys; None if nothing is.
 
         Two requests whose prompts both fit ``max_position_embeddings`` turn equal tokens by equal angles, also those
         generated beyond it.
         """
-        length = self.base_length(0, prompt_len)
+        length = self.base_length(0, context_len)
         return b"rope:%d" % length if length else None
 
 
-def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RopeSpec:
+def rope_from_config(
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_position_embeddings: int,
+    *,
+    theta: float = 10000.0,
+    theta_key: str = "rope_theta",
+    partial: float = 1.0,
+    partial_key: str = "partial_rotary_factor",
+    layer_type: str | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
     """Read the rotary embedding from a configuration.
 
-    transformers 5 has ``rope_parameters`` {rope_type, rope_theta, ...}; transformers 4 has ``rope_theta`` and
-    ``rope_scaling``, null or {rope_type, ...}, in older files {type, ...}.
+    transformers 5 has ``rope_parameters`` {rope_type, rope_theta, ...}, or one of these for each type of layer;
+    transformers 4 has ``rope_theta`` and ``rope_scaling``, null or {rope_type, ...}, in older files {type, ...}.
+
+    Args:
+        config: as in config.json.
+        head_dim: width of a head, or of the part of it that has positions.
+        max_position_embeddings: positions that the model was made for.
+        theta, theta_key: the family's default of the base, and its name outside of ``rope_parameters``.
+        partial, partial_key: likewise of the share of a head that turns.
+        layer_type: which entry to take where each type of layer has its own.
+        interleaved: how the family pairs dimensions.
 
     Raises:
         CheckpointError: names the file and key, what was expected and what came.
     """
     top = ConfigReader(config)
-    read = top.child("rope_parameters") or top.child("rope_scaling")
+    read = top.child("rope_parameters")
+    if read is not None and layer_type is not None and not (read.has("rope_type") or read.has("type")):
+        if not read.has(layer_type):
+            raise read.error(layer_type, "an object", None)
+        read = read.child(layer_type)
+    read = read or top.child("rope_scaling")
     if read is None:
         read = ConfigReader({"rope_type": "default"}, top.source)
     type_key = "rope_type" if read.has("rope_type") or not read.has("type") else "type"
     kind = read.string(type_key)
+    if kind == "su":  # its name in the first Phi-3 files
+        kind = "longrope"
     if kind not in KINDS and not (kind == _FACTORS and top.source.endswith(".gguf")):
         raise read.error(type_key, f"one of {', '.join(KINDS)}", kind)
-    theta = (read if read.has("rope_theta") else top).number("rope_theta", 10000.0, minimum=1)
-    partial = (read if read.has("partial_rotary_factor") else top).number("partial_rotary_factor", 1.0)
-    rotary_dim = int(head_dim * partial)
-    if partial > 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise top.error("partial_rotary_factor", f"a share of head_dim ({head_dim}) that is even and not 0", partial)
+
+    def either(key: str, top_key: str, default: float, minimum: float) -> float:
+        inside = read.has(key)
+        return (read if inside else top).number(key if inside else top_key, default, minimum=minimum)
+
+    base = either("rope_theta", theta_key, theta, 1)
+    share = either("partial_rotary_factor", partial_key, partial, 1e-30)
+    rotary_dim = int(head_dim * share)
+    if share > 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise top.error(partial_key, f"a share of head_dim ({head_dim}) that is even and not 0", share)
 
     values: dict[str, Any] = {}
     if kind in ("linear", "dynamic", "llama3"):
@@ -131,12 +187,12 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position_embe
             "original_max_position": read.integer("original_max_position_embeddings"),
         }
     if kind == "yarn":
-        values |= _yarn_values(read, top, theta, max_position_embeddings)
+        values |= _yarn_values(read, top, base, max_position_embeddings)
+    if kind == "longrope":
+        values |= _longrope_values(read, top, rotary_dim, max_position_embeddings)
     if kind == "factors":
-        values["freq_factors"] = read.numbers("factors")
-        if len(values["freq_factors"]) != rotary_dim // 2:
-            raise read.error("factors", f"{rotary_dim // 2} numbers", f"{len(values['freq_factors'])} numbers")
-    return RopeSpec(kind, theta, rotary_dim, max_position_embeddings, **values)
+        values["freq_factors"] = _factors(read, "factors", rotary_dim)
+    return RopeSpec(kind, base, rotary_dim, max_position_embeddings, interleaved=interleaved, **values)
 
 
 def inv_freq(spec: RopeSpec, length: int = 0) -> tuple[_Floats, float]:
@@ -144,7 +200,7 @@ def inv_freq(spec: RopeSpec, length: int = 0) -> tuple[_Floats, float]:
 
     Args:
         spec: the rotary embedding.
-        length: the sequence length, for ``dynamic``; what it does not pass changes nothing.
+        length: the sequence length, for ``dynamic`` and ``longrope``; what it does not pass changes nothing.
 
     Returns:
         float32 ``[rotary_dim / 2]``, in radians per position, and the attention factor.
@@ -162,9 +218,11 @@ def inv_freq(spec: RopeSpec, length: int = 0) -> tuple[_Floats, float]:
         frequencies: _Floats = one / powers
         if spec.kind == "linear":
             frequencies = frequencies / np.float32(spec.factor)
-        elif spec.kind == "factors":
-            divisors: _Floats = np.asarray(spec.freq_factors, dtype=np.float32)
-            frequencies = frequencies / divisors
+        elif spec.kind in ("factors", "longrope"):
+            long = spec.kind == "longrope" and length > spec.original_max_position
+            divisors: _Floats = np.asarray(spec.long_factors if long else spec.freq_factors, dtype=np.float32)
+            # in the order of transformers, whose float32 rounding is part of what a model was trained with
+            frequencies = one / (divisors * powers) if spec.kind == "longrope" else frequencies / divisors
         elif spec.kind == "llama3":
             frequencies = _llama3(spec, frequencies)
         elif spec.kind == "yarn":
@@ -189,17 +247,13 @@ class RopeTable:
         self.spec = spec
         self._pieces: OrderedDict[tuple[int, int], tuple[_Floats, _Floats]] = OrderedDict()
 
-    def cache_key(self, prompt_len: int) -> bytes | None:
-        """See ``RopeSpec.cache_key``."""
-        return self.spec.cache_key(prompt_len)
-
-    def cos_sin(self, positions: npt.ArrayLike, prompt_lens: npt.ArrayLike) -> tuple[_Floats, _Floats]:
+    def cos_sin(self, positions: npt.ArrayLike, context_lens: npt.ArrayLike) -> tuple[_Floats, _Floats]:
         """Cosines and sines for some tokens.
 
         Args:
             positions: integers ``[rows]``, each at least 0.
-            prompt_lens: integers ``[rows]``, or one for all: the length of the prompt of the request that the token
-                belongs to. Only ``dynamic`` looks at it.
+            context_lens: integers ``[rows]``, or one for all: what ``RopeSpec.context_len`` says of the request that
+                the token belongs to. Only ``dynamic`` and ``longrope`` look at it.
 
         Returns:
             Two float32 arrays ``[rows, rotary_dim / 2]``.
@@ -209,13 +263,13 @@ class RopeTable:
             InvalidArgument: a negative position, or shapes that do not fit.
         """
         positions = np.asarray(positions)
-        prompt_lens = np.asarray(prompt_lens)
-        for name, array in (("positions", positions), ("prompt_lens", prompt_lens)):
+        context_lens = np.asarray(context_lens)
+        for name, array in (("positions", positions), ("context_lens", context_lens)):
             if array.dtype.kind not in "iu" and array.size:
                 raise TypeError(f"{name}: expected integers, got {array.dtype}")
-        if positions.ndim != 1 or prompt_lens.shape not in ((), positions.shape):
+        if positions.ndim != 1 or context_lens.shape not in ((), positions.shape):
             raise InvalidArgument(
-                f"expected positions [rows] and prompt_lens [rows], got {positions.shape} and {prompt_lens.shape}"
+                f"expected positions [rows] and context_lens [rows], got {positions.shape} and {context_lens.shape}"
             )
         if positions.size and int(positions.min()) < 0:
             raise InvalidArgument(f"positions: expected at least 0, got {int(positions.min())}")
@@ -224,15 +278,19 @@ class RopeTable:
         sin = np.empty_like(cos)
         plain = np.ones(len(positions), np.bool_)
         if self.spec.kind == "dynamic":
-            prompt_lens = np.broadcast_to(prompt_lens, positions.shape).astype(np.int64)
-            in_prompt = positions < prompt_lens
-            lengths = np.where(in_prompt, prompt_lens, positions + 1)
+            context_lens = np.broadcast_to(context_lens, positions.shape).astype(np.int64)
+            in_prompt = positions < context_lens
+            lengths = np.where(in_prompt, context_lens, positions + 1)
             plain = lengths <= self.spec.max_position_embeddings
             for length in np.unique(lengths[~plain & in_prompt]):
                 self._gather(int(length), np.flatnonzero((lengths == length) & in_prompt), positions, cos, sin)
             for row in np.flatnonzero(~plain & ~in_prompt):
                 angles = positions[row : row + 1]
                 cos[row], sin[row] = (x[0] for x in self._compute(int(lengths[row]), angles))
+        if self.spec.kind == "longrope":
+            plain = np.broadcast_to(context_lens, positions.shape) <= self.spec.original_max_position
+            length = self.spec.original_max_position + 1
+            self._gather(length, np.flatnonzero(~plain), positions, cos, sin)
         self._gather(0, np.flatnonzero(plain), positions, cos, sin)
         return cos, sin
 
@@ -290,10 +348,38 @@ def _yarn_values(read: ConfigReader, top: ConfigReader, theta: float, max_positi
         "factor": factor,
         "original_max_position": original,
         "attention_factor": attention,
+        "score_factor": _yarn_mscale(factor, mscale_all_dim) ** 2,
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,
         "truncate": read.boolean("truncate", True),
     }
+
+
+def _longrope_values(read: ConfigReader, top: ConfigReader, rotary_dim: int, max_positions: int) -> dict[str, Any]:
+    where = read if read.has("original_max_position_embeddings") else top
+    original = where.integer("original_max_position_embeddings", max_positions)
+    factor = max_positions / original if where.has("original_max_position_embeddings") else read.number("factor", 1.0)
+    if factor <= 1:
+        derived = 1.0
+    elif original == 1:
+        raise where.error("original_max_position_embeddings", "at least 2 with longrope", original)
+    else:
+        derived = math.sqrt(1 + math.log(factor) / math.log(original))
+    return {
+        "factor": factor,
+        "original_max_position": original,
+        "attention_factor": read.number("attention_factor", derived),
+        "freq_factors": _factors(read, "short_factor", rotary_dim),
+        "long_factors": _factors(read, "long_factor", rotary_dim),
+    }
+
+
+def _factors(read: ConfigReader, key: str, rotary_dim: int) -> tuple[float, ...]:
+    """A divisor for each frequency."""
+    factors = read.numbers(key)
+    if len(factors) != rotary_dim // 2:
+        raise read.error(key, f"{rotary_dim // 2} numbers", f"{len(factors)} numbers")
+    return factors
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

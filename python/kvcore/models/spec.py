@@ -1,20 +1,31 @@
-"""What a decoder is, as data: sizes, rope, and which tensors it is made of.
+"""What a decoder is, as data: sizes, what each layer does, and which tensors it is made of.
 
 A family file turns config.json into a ``DecoderSpec``; whatever runs or checks a model reads the spec alone and knows
-no family. Tensors are named by role ("q_proj.weight"), so that a checkpoint with other names differs only in data.
+no family.
+
+    x = embed_tokens[ids] * embedding_scale (+ position_embedding[positions])
+    for each layer:
+        a = attention(input_norm(x)) @ o_proj;    x += residual_scale * post_attention_norm(a)
+        m = mlp(mlp_norm(x));                     x += residual_scale * post_mlp_norm(m)
+    logits = softcap(norm(x) @ lm_head * logit_scale)
+
+A norm is there if its tensor is. In a parallel layer attention and MLP both read the x from before the layer, and the
+MLP reads ``input_norm``'s output if there is no ``mlp_norm``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import CheckpointError, InvalidArgument
+from kvcore.errors import InvalidArgument
+from kvcore.models.shape import LayerCache
+from kvcore.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from kvcore.checkpoint.weights import Weights
@@ -22,20 +33,149 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """One tensor that a model reads.
+class NormSpec:
+    """How activations are normalised.
 
     Attributes:
-        role: what it is to the model, such as ``"q_proj.weight"``.
-        name: its name in the checkpoint; ``{layer}`` stands for the layer's index.
-        shape: ``[out, in]`` for matrices.
-        required: whether the model cannot do without it. One that is not required is used where it is there.
+        kind: ``"rms"`` or ``"layer"``, which takes off the mean first.
+        eps: what is added to the mean square.
+        offset: what is added to stored weights: 1 for Gemma.
     """
 
-    role: str
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: K and V are made of one compressed row for each token (DeepSeek-V2, 2024).
+
+    Attributes:
+        q_rank: width of the compressed query; None: queries are not compressed.
+        rank: width of the compressed part of a row.
+        nope_dim: width of a head of q and k without positions.
+        rope_dim: width of the part with positions, in k shared by all heads.
+        v_dim: width of a head of v.
+        norm_eps: of the norms of what is compressed.
+        absorbed: whether the cache holds compressed rows, to which queries are projected, or each head's K and V.
+    """
+
+    q_rank: int | None
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    norm_eps: float = 1e-6
+    absorbed: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention.
+
+    Attributes:
+        scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
+        rope: the rotary embedding; None: positions do not count here.
+        window: tokens that a query sees, itself included; None: all.
+        softcap: bounds scores by ``softcap * tanh(score / softcap)``.
+        sinks: whether each head has a score of its own in the softmax, without a value.
+        qk_norm: queries and keys are normalised before rope: each head alone, all heads of a token together, or not.
+        latent: multi-head latent attention, if it is that.
+    """
+
+    scale: float | None = None
+    rope: RopeSpec | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    latent: LatentSpec | None = None
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """An activation by the native core's name; ``alpha`` and ``limit`` are of ``clamped_swiglu``."""
+
     name: str
-    shape: tuple[int, ...]
-    required: bool = True
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A dense MLP.
+
+    Attributes:
+        inner: its width.
+        activation: its function.
+        gated: whether it is ``f(gate) * up``, or ``f(up)``.
+    """
+
+    inner: int
+    activation: ActivationSpec
+    gated: bool = True
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How experts are chosen, see ``kvcore._kvcore.route``.
+
+    Attributes:
+        top_k: experts of a token.
+        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        groups: groups of experts.
+        top_groups: groups that a token's experts may be in.
+        group_best: how many of its best experts make a group's merit.
+        renormalize: whether the weights of a token's experts are made to sum to 1.
+        scale: what the weights are multiplied by then.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    renormalize: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts, each a gated MLP.
+
+    Attributes:
+        num_experts: how many there are.
+        inner: the width of each.
+        activation: their function.
+        router: how they are chosen.
+        shared_inner: width of an MLP that all tokens go through; None: there is none.
+        shared_gate: whether its output is multiplied by the sigmoid of a gate.
+    """
+
+    num_experts: int
+    inner: int
+    activation: ActivationSpec
+    router: RouterSpec
+    shared_inner: int | None = None
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer.
+
+    Attributes:
+        attention: how it attends.
+        mlp: what follows.
+        tensors: its tensors by role; ``{layer}`` in names stands for its index, so layers that are alike share this.
+        parallel: whether attention and MLP read the same x.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec | MoeSpec
+    tensors: Mapping[str, TensorSpec] = field(repr=False, hash=False)
+    parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,37 +186,45 @@ class DecoderSpec:
         family: the ``model_type`` it was made from.
         vocab_size: rows of the embedding, and logits per position.
         hidden_size: width of the residual stream.
-        num_layers: decoder layers.
         num_heads: query heads.
         num_kv_heads: key and value heads; divides ``num_heads``.
-        head_dim: width of one head; even.
-        intermediate_size: width of the MLP.
-        norm_eps: what the norms add to the mean square.
-        activation: ``"silu"``.
-        rope: the rotary embedding.
+        head_dim: width of one head of q and k; even.
+        norm: how activations are normalised.
+        layers: the layers, in order.
         max_position_embeddings: positions that the model was made for.
         tie_word_embeddings: whether the embedding is the output matrix, too, see ``read_output``.
-        tensors: the tensors outside the layers.
-        layer_tensors: the tensors of every layer.
+        tensors: the tensors outside the layers, by role.
         ignored_tensors: patterns (``*``) of names that may be in a file and mean nothing.
+        embedding_scale, residual_scale, logit_scale: what embeddings, a block's output and logits are multiplied by.
+        logit_softcap: bounds logits by ``softcap * tanh(logit / softcap)``.
     """
 
     family: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    norm_eps: float
-    activation: str
-    rope: RopeSpec
+    norm: NormSpec
+    layers: tuple[LayerSpec, ...]
     max_position_embeddings: int
     tie_word_embeddings: bool
-    tensors: tuple[TensorSpec, ...] = field(repr=False)
-    layer_tensors: tuple[TensorSpec, ...] = field(repr=False)
+    tensors: Mapping[str, TensorSpec] = field(repr=False, hash=False)
     ignored_tensors: tuple[str, ...] = field(default=(), repr=False)
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary embeddings that layers have, each once, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
 
     def tensor(self, role: str, layer: int | None = None) -> TensorSpec:
         """The tensor with this role, of this layer if one is given, with its full name.
@@ -86,17 +234,40 @@ class DecoderSpec:
         """
         if layer is not None and not 0 <= layer < self.num_layers:
             raise InvalidArgument(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
-        for tensor in self.tensors if layer is None else self.layer_tensors:
-            if tensor.role == role:
-                return tensor if layer is None else _of_layer(tensor, layer)
-        raise InvalidArgument(f"role: a {self.family} model has no tensor {role!r}")
+        tensor = (self.tensors if layer is None else self.layers[layer].tensors).get(role)
+        if tensor is None:
+            raise InvalidArgument(f"role: a {self.family} model has no tensor {role!r}")
+        return tensor if layer is None else tensor.of_layer(layer)
 
     def all_tensors(self) -> Iterator[TensorSpec]:
         """Every tensor of the model, with its full name."""
-        yield from self.tensors
-        for layer in range(self.num_layers):
-            for tensor in self.layer_tensors:
-                yield _of_layer(tensor, layer)
+        yield from self.tensors.values()
+        for index, layer in enumerate(self.layers):
+            for tensor in layer.tensors.values():
+                yield tensor.of_layer(index)
+
+    def cache_layers(self) -> list[LayerCache]:
+        """What each layer keeps in the cache."""
+        return [self._cache_layer(index, layer.attention) for index, layer in enumerate(self.layers)]
+
+    def _cache_layer(self, index: int, attention: AttentionSpec) -> LayerCache:
+        latent = attention.latent
+        if latent is not None and latent.absorbed:
+            rank, rope_dim = latent.rank, latent.rope_dim
+            return LayerCache("latent", 1, rank + rope_dim, rank, None, rank, rope_dim, index)
+        kind: Literal["full", "sliding_window"] = "full" if attention.window is None else "sliding_window"
+        v_dim = self.head_dim if latent is None else latent.v_dim
+        return LayerCache(kind, self.num_kv_heads, self.head_dim, v_dim, attention.window, layer=index)
+
+    def expanded(self) -> DecoderSpec:
+        """The same model, each head's K and V in the cache even where latent attention could compress them."""
+        layers = []
+        for layer in self.layers:
+            attention = layer.attention
+            if attention.latent is not None:
+                attention = replace(attention, latent=replace(attention.latent, absorbed=False))
+            layers.append(replace(layer, attention=attention))
+        return replace(self, layers=tuple(layers))
 
 
 def check_weights(spec: DecoderSpec, weights: Weights) -> None:
@@ -106,26 +277,16 @@ def check_weights(spec: DecoderSpec, weights: Weights) -> None:
         CheckpointError: names the tensor, what was expected and what came.
     """
     for tensor in spec.all_tensors():
-        _check(weights, tensor)
+        tensor.find(weights)
 
 
 def read_tensor(spec: DecoderSpec, weights: Weights, role: str, layer: int | None = None) -> npt.NDArray[Any] | None:
-    """The tensor with this role as it is stored (float32, float16 or bfloat16), or None if it may be and is missing.
+    """The tensor with this role, see ``TensorSpec.read``.
 
     Raises:
-        CheckpointError: it is missing and required, or its shape or type is not what the model needs.
-        InvalidArgument: there is no such role or layer.
+        CheckpointError: as there. InvalidArgument: there is no such role or layer.
     """
-    tensor = spec.tensor(role, layer)
-    return weights.get(tensor.name) if _check(weights, tensor) else None
-
-
-def read_blocks(
-    spec: DecoderSpec, weights: Weights, role: str, layer: int | None = None
-) -> tuple[str, npt.NDArray[np.uint8]] | None:
-    """The quantised blocks of the tensor with this role, as ``Weights.blocks`` has them. Raises as ``read_tensor``."""
-    tensor = spec.tensor(role, layer)
-    return weights.blocks(tensor.name) if _check(weights, tensor) else None
+    return spec.tensor(role, layer).read(weights)
 
 
 def read_output(spec: DecoderSpec, weights: Weights) -> npt.NDArray[Any] | None:
@@ -147,27 +308,6 @@ def read_output(spec: DecoderSpec, weights: Weights) -> npt.NDArray[Any] | None:
 def unused_tensors(spec: DecoderSpec, weights: Weights) -> list[str]:
     """Names of tensors in the file that were never read and are not known to mean nothing, sorted."""
     return [n for n in weights.unused() if not any(fnmatchcase(n, pattern) for pattern in spec.ignored_tensors)]
-
-
-def _of_layer(tensor: TensorSpec, layer: int) -> TensorSpec:
-    return TensorSpec(tensor.role, tensor.name.replace("{layer}", str(layer)), tensor.shape, tensor.required)
-
-
-def _check(weights: Weights, tensor: TensorSpec) -> bool:
-    """Whether the tensor is there; raises if it must be and is not, or if it is not what it should be."""
-    if tensor.name not in weights:
-        if tensor.required:
-            raise CheckpointError(
-                f"{weights.source}: tensor {tensor.name!r}: expected shape {list(tensor.shape)}, got no such tensor"
-            )
-        return False
-    shape = weights.shape(tensor.name)
-    if shape != tensor.shape:
-        raise CheckpointError(
-            f"{weights.source}: tensor {tensor.name!r}: expected shape {list(tensor.shape)}, got {list(shape)}"
-        )
-    weights.dtype(tensor.name)  # raises for a type that cannot be read
-    return True
 
 
 def _same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:

@@ -6,8 +6,8 @@ whose weights are to be listed.
 
 from __future__ import annotations
 
+from kvcore.models.shape import CacheGroup, LayerCache, cache_groups, cache_layers
 from kvcore.plan.budget import Plan, make_plan
-from kvcore.plan.cache_shape import CacheGroup, LayerCache, cache_groups, cache_layers
 from kvcore.plan.model import Model, find_model, known_models
 from kvcore.plan.parameters import Parameters, count_parameters
 from kvcore.plan.report import as_dict, as_text

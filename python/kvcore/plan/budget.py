@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from kvcore.checkpoint.config import Config, ConfigReader, config_dtype
 from kvcore.errors import InvalidArgument
-from kvcore.plan import formats
-from kvcore.plan.cache_shape import (
+from kvcore.models.shape import (
     CacheGroup,
     LayerCache,
     cache_groups,
@@ -29,6 +28,7 @@ from kvcore.plan.cache_shape import (
     source_length,
     text_config,
 )
+from kvcore.plan import formats
 from kvcore.plan.formats import CacheFormat
 from kvcore.plan.model import Model, StoredWeights
 from kvcore.plan.parameters import Parameters, count_parameters

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kvcore.checkpoint.config import Config, ConfigReader
-from kvcore.plan.cache_shape import (
+from kvcore.models.shape import (
     MAX_LAYERS,
     Heads,
     attention_heads,
@@ -87,7 +87,7 @@ class Parameters:
 
 
 def count_parameters(config: Mapping[str, Any]) -> Parameters:
-    """Count the parameters of a model of any family of ``cache_shape.FAMILIES``.
+    """Count the parameters of a model of any family of ``models.shape.FAMILIES``.
 
     Layers for predicting several tokens at once (DeepSeek-V3's ``num_nextn_predict_layers``) do not count, nor do
     the parts of a model that read pictures.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvcore.models.shape import LayerCache
 from kvcore.plan.budget import BLOCK_SIZE, GroupCost, Plan, Reservation
-from kvcore.plan.cache_shape import LayerCache
 from kvcore.plan.sizes import format_size
 
 _WAYS: Final = {"paged": "paged", "power_of_two": "next power of two", "max_length": "maximum length"}

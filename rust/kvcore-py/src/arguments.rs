@@ -96,6 +96,10 @@ pub mod of {
     named! {
         use_prefix: bool = flag;
         enable_prefix_caching: bool = flag;
+        interleaved: bool = flag;
+        joint_norm: bool = flag;
+        gated: bool = flag;
+        renormalize: bool = flag;
         max_pinned_fraction: f64 = |name: &str, value: &Bound<'_, PyAny>| number(name, "a number from 0 to 1", value);
         scale: Option<f32> = |name: &str, value: &Bound<'_, PyAny>| {
             if value.is_none() { Ok(None) } else { float32(name, "a number or None", "a finite number", value).map(Some) }
@@ -108,6 +112,18 @@ pub mod of {
         spill_dir: Option<PathBuf> = |name: &str, value: &Bound<'_, PyAny>| {
             if value.is_none() { Ok(None) } else { super::path(name, value).map(Some) }
         };
+    }
+
+    pub fn norm<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+        text("norm", value)
+    }
+
+    pub fn activation<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+        text("activation", value)
+    }
+
+    pub fn scoring<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+        text("scoring", value)
     }
 
     pub fn dtype<'a>(value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {

@@ -18,9 +18,12 @@ mod _kvcore {
     #[pymodule_export]
     use super::cache::{PyBatch, PyKvCache, PyKvGroup, PyPin, PySequence, PyTileView};
     #[pymodule_export]
-    use super::linear::{PyArena, PyLinear};
+    use super::linear::{PyArena, PyLinear, linear_heads};
     #[pymodule_export]
-    use super::ops::{argmax, e4m3_decode, e4m3_encode, reference_attention, rms_norm, rope_split, silu_mul};
+    use super::ops::{
+        activate, argmax, e4m3_decode, e4m3_encode, layer_norm, reference_attention, rms_norm, rope, rope_split, route,
+        softcap,
+    };
     #[pymodule_export]
     use super::runtime::{PyThreads, available_simd, simd};
 

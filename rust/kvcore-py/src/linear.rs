@@ -1,13 +1,16 @@
 //! `Linear`: packed weights.
 #![forbid(unsafe_code)]
 
-use kvcore::linear::{Arena, Linear, WeightDtype, WeightsIn, gated_linear_add, norm_linear};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use kvcore::linear::{Arena, Linear, WeightDtype, WeightsIn, activated_linear_add, norm_linear, per_head};
+use kvcore::ops::{Activation, Norm};
+use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::arguments::of;
 use crate::arrays::{Weights, block_weights, floats, floats_in_place, weights, zeros};
 use crate::error::{detached, invalid};
+use crate::ops::{activation, norm_kind};
 use crate::runtime::PyThreads;
 
 /// Memory that the weights of one model share. See the stub file.
@@ -34,6 +37,47 @@ impl PyLinear {
     fn rows<'py>(&self, py: Python<'py>, out: Vec<f32>, rows: usize) -> PyResult<Bound<'py, PyArray2<f32>>> {
         PyArray1::from_vec(py, out).reshape([rows, self.linear.outputs()])
     }
+
+    fn add_activated(
+        &self,
+        py: Python<'_>,
+        (name, x): (&str, &Bound<'_, PyAny>),
+        residual: &Bound<'_, PyAny>,
+        activation: Activation,
+        gated: bool,
+    ) -> PyResult<()> {
+        let x = floats(name, x, &[None, self.linear.inputs().checked_mul(if gated { 2 } else { 1 })])?;
+        let mut out = floats_in_place("residual", residual, &[Some(x.shape()[0]), Some(self.linear.outputs())])?;
+        let (x, out) = (x.as_slice()?, out.as_slice_mut()?);
+        let PyThreads { level, threads } = &self.runtime;
+        detached(py, |should_stop| {
+            activated_linear_add(*level, threads, &self.linear, activation, gated, x, out, should_stop)
+        })
+    }
+}
+
+/// Each head of a row through a layer of its own. See the stub file.
+#[pyfunction]
+pub fn linear_heads<'py>(
+    py: Python<'py>,
+    linears: &Bound<'py, PyList>,
+    x: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyArray3<f32>>> {
+    let linears = linears.iter().map(|linear| Ok(linear.cast_into::<PyLinear>()?)).collect::<PyResult<Vec<_>>>()?;
+    let linears: Vec<&PyLinear> = linears.iter().map(Bound::get).collect();
+    let Some(first) = linears.first() else {
+        return Err(invalid("linears: expected at least one, got none".into()));
+    };
+    let x = floats("x", x, &[None, Some(linears.len()), Some(first.linear.inputs())])?;
+    let (rows, outputs, x) = (x.shape()[0], first.linear.outputs(), x.as_slice()?);
+    let runtime = first.runtime.clone();
+    let heads: Vec<&Linear> = linears.iter().map(|linear| &linear.linear).collect();
+    let out = detached(py, |should_stop| {
+        let mut out = zeros(rows, heads.len().saturating_mul(outputs))?;
+        per_head(runtime.level, &runtime.threads, &heads, x, &mut out, should_stop)?;
+        Ok(out)
+    })?;
+    PyArray1::from_vec(py, out).reshape([rows, linears.len(), outputs])
 }
 
 #[pymethods]
@@ -93,19 +137,25 @@ impl PyLinear {
         self.rows(py, out, rows)
     }
 
+    #[pyo3(signature = (x, norm_weight, eps, *, norm_bias = None, norm = "rms"))]
     fn norm_forward<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         norm_weight: &Bound<'py, PyAny>,
         eps: f32,
+        norm_bias: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = of::norm)] norm: &str,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let x = floats("x", x, &[None, Some(self.linear.inputs())])?;
-        let norm = floats("norm_weight", norm_weight, &[Some(self.linear.inputs())])?;
-        let (rows, x, norm) = (x.shape()[0], x.as_slice()?, norm.as_slice()?);
+        let weight = floats("norm_weight", norm_weight, &[Some(self.linear.inputs())])?;
+        let bias = norm_bias.map(|bias| floats("norm_bias", bias, &[Some(self.linear.inputs())])).transpose()?;
+        let bias = bias.as_ref().map(|bias| bias.as_slice()).transpose()?;
+        let norm = Norm { kind: norm_kind(norm)?, weight: weight.as_slice()?, bias, eps };
+        let (rows, x) = (x.shape()[0], x.as_slice()?);
         let out = detached(py, |should_stop| {
             let mut out = zeros(rows, self.linear.outputs())?;
-            norm_linear(self.runtime.level, &self.runtime.threads, &self.linear, x, norm, eps, &mut out, should_stop)?;
+            norm_linear(self.runtime.level, &self.runtime.threads, &self.linear, x, norm, &mut out, should_stop)?;
             Ok(out)
         })?;
         self.rows(py, out, rows)
@@ -120,18 +170,29 @@ impl PyLinear {
         })
     }
 
+    #[pyo3(signature = (gate_up, residual, activation = "silu", *, alpha = 1.702, limit = 7.0))]
     fn gated_add_forward(
         &self,
         py: Python<'_>,
         gate_up: &Bound<'_, PyAny>,
         residual: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::activation)] activation: &str,
+        alpha: f32,
+        limit: f32,
     ) -> PyResult<()> {
-        let x = floats("gate_up", gate_up, &[None, self.linear.inputs().checked_mul(2)])?;
-        let mut out = floats_in_place("residual", residual, &[Some(x.shape()[0]), Some(self.linear.outputs())])?;
-        let (x, out) = (x.as_slice()?, out.as_slice_mut()?);
-        detached(py, |should_stop| {
-            gated_linear_add(self.runtime.level, &self.runtime.threads, &self.linear, x, out, should_stop)
-        })
+        let activation = self::activation(activation, alpha, limit)?;
+        self.add_activated(py, ("gate_up", gate_up), residual, activation, true)
+    }
+
+    #[pyo3(signature = (x, residual, activation))]
+    fn activated_add_forward(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        residual: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = of::activation)] activation: &str,
+    ) -> PyResult<()> {
+        self.add_activated(py, ("x", x), residual, self::activation(activation, 0.0, 0.0)?, false)
     }
 
     #[getter]

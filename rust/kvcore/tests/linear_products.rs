@@ -5,7 +5,8 @@ mod cases;
 use cases::cases;
 use half::{bf16, f16};
 use kvcore::Error;
-use kvcore::linear::{Linear, WeightDtype, WeightsIn, gated_linear_add, norm_linear};
+use kvcore::linear::{Linear, WeightDtype, WeightsIn, activated_linear_add, norm_linear, per_head};
+use kvcore::ops::{Activation, Norm, activate, normalize};
 use kvcore::simd::Level;
 use kvcore::threads::{NEVER, Threads};
 use proptest::prelude::*;
@@ -252,7 +253,6 @@ fn weights_of_every_source_are_held_exactly_or_rounded_once() {
 
 #[test]
 fn fused_steps_are_their_parts() {
-    use kvcore::ops::{rms_norm, silu_mul};
     let (rows, inputs, outputs) = (5, 24, 40);
     let case = Case::new(21, rows, inputs, outputs, true);
     let threads = Threads::new(Some(2)).unwrap();
@@ -261,17 +261,17 @@ fn fused_steps_are_their_parts() {
     let (norm, gate_up) = (noise(1, inputs), noise(2, rows * 2 * inputs));
 
     let mut normed = vec![0.0; rows * inputs];
-    rms_norm(level, &threads, &case.x, &norm, 1e-5, &mut normed, NEVER).unwrap();
+    normalize(level, &threads, &case.x, Norm::rms(&norm, 1e-5), &mut normed, NEVER).unwrap();
     let (mut parts, mut fused) = (vec![0.0; rows * outputs], vec![0.0; rows * outputs]);
     linear.forward(level, &threads, &normed, &mut parts, false, NEVER).unwrap();
-    norm_linear(level, &threads, &linear, &case.x, &norm, 1e-5, &mut fused, NEVER).unwrap();
+    norm_linear(level, &threads, &linear, &case.x, Norm::rms(&norm, 1e-5), &mut fused, NEVER).unwrap();
     assert_eq!(bits(&fused), bits(&parts));
 
     let mut gated = vec![0.0; rows * inputs];
-    silu_mul(level, &threads, &gate_up, inputs, &mut gated, NEVER).unwrap();
+    activate(level, &threads, Activation::Silu, true, &gate_up, inputs, &mut gated, NEVER).unwrap();
     let (mut parts, mut fused) = (case.residual.clone(), case.residual.clone());
     linear.forward(level, &threads, &gated, &mut parts, true, NEVER).unwrap();
-    gated_linear_add(level, &threads, &linear, &gate_up, &mut fused, NEVER).unwrap();
+    activated_linear_add(level, &threads, &linear, Activation::Silu, true, &gate_up, &mut fused, NEVER).unwrap();
     assert_eq!(bits(&fused), bits(&parts));
 }
 
@@ -302,8 +302,36 @@ fn bad_arguments_are_errors_that_say_what_came() {
     let stopped = linear.forward(level, &threads, &[0.0; 3], &mut [0.0; 2], false, &|| true);
     assert_eq!(stopped, Err(Error::Interrupted));
     let (x, mut out) = ([0.0; 3], [0.0; 2]);
-    let norm = norm_linear(level, &threads, &linear, &x, &[1.0; 2], 1e-5, &mut out, NEVER);
+    let norm = norm_linear(level, &threads, &linear, &x, Norm::rms(&[1.0; 2], 1e-5), &mut out, NEVER);
     assert!(matches!(norm, Err(Error::InvalidArgument(_))));
-    let gated = gated_linear_add(level, &threads, &linear, &x, &mut out, NEVER);
+    let gated = activated_linear_add(level, &threads, &linear, Activation::Silu, true, &x, &mut out, NEVER);
     assert!(matches!(gated, Err(Error::InvalidArgument(_))));
+}
+
+#[test]
+fn heads_are_layers_of_their_own() {
+    let (rows, heads, inputs, outputs) = (5, 3, 7, 9);
+    let threads = Threads::new(Some(2)).unwrap();
+    for level in Level::available() {
+        let pack = |seed| {
+            let weights = noise(seed, inputs * outputs);
+            Linear::pack(level, &threads, WeightsIn::F32(&weights), outputs, inputs, WeightDtype::F32, None).unwrap()
+        };
+        let layers: Vec<_> = (0..heads as u64).map(pack).collect();
+        let layers: Vec<_> = layers.iter().collect();
+        let x = noise(9, rows * heads * inputs);
+        let mut out = vec![f32::NAN; rows * heads * outputs];
+        per_head(level, &threads, &layers, &x, &mut out, NEVER).unwrap();
+        for row in 0..rows {
+            for head in 0..heads {
+                let at = row * heads + head;
+                let mut one = vec![0.0; outputs];
+                layers[head].forward(level, &threads, &x[at * inputs..][..inputs], &mut one, false, NEVER).unwrap();
+                assert_eq!(bits(&one), bits(&out[at * outputs..][..outputs]));
+            }
+        }
+        let short = per_head(level, &threads, &layers, &x[1..], &mut out, NEVER);
+        assert!(matches!(short, Err(Error::InvalidArgument(_))));
+        assert!(matches!(per_head(level, &threads, &[], &x, &mut out, NEVER), Err(Error::InvalidArgument(_))));
+    }
 }

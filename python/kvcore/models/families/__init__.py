@@ -8,12 +8,53 @@ from typing import Any, Final
 
 from kvcore.checkpoint.config import ConfigReader
 from kvcore.errors import CheckpointError
-from kvcore.models.families import llama
+from kvcore.models.families import (
+    cohere,
+    deepseek,
+    gemma,
+    glm4,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+    smollm3,
+    stablelm,
+)
 from kvcore.models.spec import DecoderSpec
 
 FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any]], DecoderSpec]]] = MappingProxyType(
     {
+        "cohere": cohere.cohere,
+        "cohere2": cohere.cohere2,
+        "deepseek_v2": deepseek.deepseek_v2,
+        "deepseek_v3": deepseek.deepseek_v3,
+        "gemma": gemma.gemma,
+        "gemma2": gemma.gemma2,
+        "gemma3_text": gemma.gemma3,
+        "glm4": glm4.spec_from_config,
+        "gpt2": gpt2.spec_from_config,
+        "gpt_neox": gpt_neox.spec_from_config,
+        "gpt_oss": gpt_oss.spec_from_config,
+        "granite": granite.spec_from_config,
         "llama": llama.spec_from_config,
+        "mistral": mistral.spec_from_config,
+        "mixtral": mixtral.spec_from_config,
+        "olmo2": olmo2.spec_from_config,
+        "phi3": phi3.spec_from_config,
+        "qwen2": qwen2.spec_from_config,
+        "qwen2_moe": qwen_moe.qwen2_moe,
+        "qwen3": qwen3.spec_from_config,
+        "qwen3_moe": qwen_moe.qwen3_moe,
+        "smollm3": smollm3.spec_from_config,
+        "stablelm": stablelm.spec_from_config,
     }
 )
 """``model_type`` of config.json to the function that makes its spec."""

@@ -15,6 +15,7 @@
 #[allow(unsafe_code, reason = "memory for many layers in one mapping")]
 mod buffer;
 mod fused;
+mod heads;
 mod pack;
 mod product;
 mod quantized;
@@ -29,7 +30,8 @@ use product::Weights;
 use quantized::{GROUP_INPUTS, Int4, Int8};
 
 pub use buffer::Arena;
-pub use fused::{gated_linear_add, norm_linear};
+pub use fused::{activated_linear_add, norm_linear};
+pub use heads::per_head;
 
 /// What packed weights are held in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

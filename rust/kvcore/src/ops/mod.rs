@@ -1,18 +1,23 @@
-//! The small operations between products: normalisation, rotary positions, activations, token selection.
+//! The small operations between products: normalisation, rotary positions, activations, the choice of experts
+//! and of tokens.
 //!
 //! Each works on rows; a row's bits depend on that row alone. Rows are shared out to threads only where that is
 //! worth the hand-over.
 #![forbid(unsafe_code)]
 
+mod activation;
 mod argmax;
 mod norm;
 mod rope;
-mod silu;
+mod route;
+mod softcap;
 
+pub use activation::{Activation, activate};
 pub use argmax::argmax;
-pub use norm::rms_norm;
-pub use rope::{RopeShape, rope_split};
-pub use silu::silu_mul;
+pub use norm::{Norm, NormKind, normalize};
+pub use rope::{HeadNorms, RopeShape, rope, rope_split};
+pub use route::{Routing, Scoring, route};
+pub use softcap::softcap;
 
 use crate::threads::Threads;
 

@@ -48,3 +48,53 @@ pub fn tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
     let t = s.mul_add(s.mul(p, r), power, s.sub(power, s.splat(1.0)));
     s.div(t, s.add(t, s.splat(2.0)))
 }
+
+/// `max(x, 0)`; NaN stays NaN.
+#[inline(always)]
+pub fn relu<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    s.max(s.splat(0.0), x)
+}
+
+/// `1 / (1 + e^-x)`; exact limits at both ends.
+#[inline(always)]
+pub fn sigmoid<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let t = s.mul(x, s.splat(-std::f32::consts::LOG2_E));
+    let bounded = s.sub(s.splat(0.0), s.max(s.splat(-128.0), s.sub(s.splat(0.0), t)));
+    s.div(s.splat(1.0), s.add(s.splat(1.0), exp2(s, bounded)))
+}
+
+/// `x * Phi(x)` with the normal distribution `Phi(x) = erfc(-x / sqrt(2)) / 2`; NaN stays NaN.
+///
+/// `erfc(z) = e^(-z^2) P(1 / (1 + 0.41 z))` for `z >= 0`, the form of Abramowitz and Stegun 7.1.26. P is of degree 8,
+/// fitted by least squares to an absolute error of 2e-9.
+#[inline(always)]
+pub fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let zero = s.splat(0.0);
+    let z = s.mul(x, s.splat(std::f32::consts::FRAC_1_SQRT_2));
+    // Beyond 13 erfc is 0 in f32; the bound keeps a NaN, which `max` passes on from its second operand.
+    let size = s.max(s.sub(zero, z), z);
+    let size = s.sub(zero, s.max(s.splat(-13.0), s.sub(zero, size)));
+    let t = s.div(s.splat(1.0), s.mul_add(size, s.splat(0.41), s.splat(1.0)));
+    let mut p = s.splat(0.071_449_38);
+    for c in ERFC {
+        p = s.mul_add(p, t, s.splat(c));
+    }
+    let power = exp2(s, s.mul(s.mul(size, size), s.splat(-std::f32::consts::LOG2_E)));
+    // half of erfc(|z|): Phi below 0, and what Phi lacks to 1 above
+    let tail = s.mul(s.mul(power, s.mul(p, t)), s.splat(0.5));
+    // x * Phi(x) = max(x, 0) - |x| * tail on both sides; where |x| is bounded the tail is 0
+    let absolute = s.max(s.sub(zero, x), x);
+    let absolute = s.sub(zero, s.max(s.splat(-20.0), s.sub(zero, absolute)));
+    s.sub(s.max(zero, x), s.mul(absolute, tail))
+}
+
+const ERFC: [f32; 7] =
+    [-0.348_425_57, 0.530_789_7, -0.204_028_87, 0.301_092_36, 0.183_521_78, 0.234_399_02, 0.231_202_23];
+
+/// `x * Phi(x)`, Phi approximated by tanh: `0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`.
+#[inline(always)]
+pub fn gelu_tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let cube = s.mul(s.mul(x, x), x);
+    let inner = s.mul(s.splat(0.797_884_6), s.mul_add(cube, s.splat(0.044_715), x));
+    s.mul(s.mul(x, s.splat(0.5)), s.add(s.splat(1.0), tanh(s, inner)))
+}

@@ -186,9 +186,11 @@ def attention_heads(config: Mapping[str, Any]) -> Heads:
         if hidden % queries:
             raise read.error(family.hidden, f"a multiple of {family.heads} ({queries})", hidden)
         width = hidden // queries
-        if width % 2 or width > MAX_HEAD_DIM:
-            what = f"an even number up to {MAX_HEAD_DIM}"
-            raise read.error(f"head_dim ({family.hidden} / {family.heads})", what, width)
+        where = f"head_dim ({family.hidden} / {family.heads})"
+        if width % 2:
+            raise read.error(where, "an even number", width)
+        if width > MAX_HEAD_DIM:
+            raise read.error(where, f"an integer of at most {MAX_HEAD_DIM}", width)
     return Heads(queries, kv, width, width)
 
 
@@ -277,10 +279,25 @@ def _without_rope(config: Config, count: int) -> list[int | None]:
     if not read.boolean("use_sliding_window", False) or _window(config, None) is None:
         return [None] * count
     if types is None:
-        every = read.integer("no_rope_layer_interval", 4)
-        rope = layer_list(config, "no_rope_layers", count)
-        types = [not (rope[layer] if rope else (layer + 1) % every) for layer in range(count)]
+        types = [not turns for turns in rope_layers(config, count)]
     return _where(types, config, None)
+
+
+def rope_layers(config: Mapping[str, Any], count: int) -> list[bool]:
+    """SmolLM3: whether each layer has rope: where ``no_rope_layers`` is 1, or without it, all but every n-th.
+
+    Raises:
+        CheckpointError: a value is nonsensical.
+    """
+    read = ConfigReader(config)
+    values = layer_list(config, "no_rope_layers", count)
+    if values is None:
+        every = read.integer("no_rope_layer_interval", 4)
+        return [(layer + 1) % every != 0 for layer in range(count)]
+    for layer, value in enumerate(values):
+        if value not in (0, 1):
+            raise read.error(f"no_rope_layers[{layer}]", "1 (rope) or 0 (none)", value)
+    return [value == 1 for value in values]
 
 
 def _layer_types(config: Config, count: int) -> list[bool] | None:
@@ -399,7 +416,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 """``model_type`` to how its configuration is read. Defaults are those of transformers."""
 
 
-def layer_list(config: Config, key: str, count: int) -> list[Any] | None:
+def layer_list(config: Mapping[str, Any], key: str, count: int) -> list[Any] | None:
     """A list with an element for each layer; more of them are ignored. None if it is missing or null.
 
     Raises:

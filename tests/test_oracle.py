@@ -1,4 +1,4 @@
-"""The oracle, and with it configuration, weights and rope, against the outputs of transformers."""
+"""The oracle, and with it configurations, weights and rope, against the outputs of transformers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvcore.checkpoint.config import load_config
 from kvcore.checkpoint.weights import SafetensorsFile, SafetensorsWeights
 from kvcore.models.families import spec_from_config
 from kvcore.models.spec import check_weights, unused_tensors
-from oracle import LlamaOracle
+from oracle import Oracle
 
 REFERENCE = Path(__file__).parent / "data" / "reference"
 CASES = [
     (folder.name, config.name)
-    for folder in sorted(REFERENCE.glob("llama*"))
+    for folder in sorted(REFERENCE.glob("*/"))
     for config in sorted(folder.glob("config*.json"))
 ]
 
 
-def load(folder: Path, config: str, dtype: Any = np.float32) -> LlamaOracle:
+def load(folder: Path, config: str, dtype: Any = np.float32) -> Oracle:
     spec = spec_from_config(load_config(folder / config))
     weights = SafetensorsWeights.open(folder)
     check_weights(spec, weights)
-    oracle = LlamaOracle(spec, weights, dtype)
+    oracle = Oracle(spec, weights, dtype)
     assert unused_tensors(spec, weights) == []
     return oracle
 
@@ -40,7 +40,7 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_all_folders_are_there() -> None:
-    assert len(CASES) == 11
+    assert len(CASES) == 56
 
 
 @pytest.mark.parametrize(("name", "config"), CASES)
@@ -53,7 +53,8 @@ def test_logits_and_greedy_tokens(name: str, config: str) -> None:
     np.testing.assert_allclose(oracle.logits(want["input_ids_16"]), want["logits_16"], rtol=0, atol=atol)
     first = oracle.hidden_states(want["input_ids"])[1]
     np.testing.assert_allclose(first, want["hidden_after_layer0"], rtol=0, atol=atol)
-    assert oracle.greedy(want["input_ids"], 40) == want["greedy_ids"].tolist()
+    count = 40 if name.startswith("llama") else 6  # the others' cases are many
+    assert oracle.greedy(want["input_ids"], count) == want["greedy_ids"][:count].tolist()
     if "greedy_ids_recompute" in want:
         assert oracle.greedy(want["input_ids"], 40, recompute=True) == want["greedy_ids_recompute"].tolist()
 

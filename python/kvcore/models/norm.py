@@ -1,0 +1,63 @@
+"""Norms of activations, alone and in front of a product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore._kvcore import layer_norm, rms_norm
+
+if TYPE_CHECKING:
+    from kvcore._kvcore import Linear, Threads
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm with its weights, float32 [width]; ``weight`` is what is multiplied by."""
+
+    kind: Literal["rms", "layer"]
+    weight: FloatArray
+    bias: FloatArray | None
+    eps: float
+    threads: Threads
+
+    def __call__(self, x: FloatArray) -> FloatArray:
+        """Normalise rows [rows, width]."""
+        if self.kind == "rms":
+            return rms_norm(x, self.weight, self.eps, threads=self.threads)
+        return layer_norm(x, self.weight, self.bias, self.eps, threads=self.threads)
+
+    def into(self, linear: Linear, x: FloatArray) -> FloatArray:
+        """Normalise, then multiply: one call."""
+        return linear.norm_forward(x, self.weight, self.eps, norm_bias=self.bias, norm=self.kind)
+
+
+def project(linear: Linear, x: FloatArray, norm: Norm | None) -> FloatArray:
+    """``linear(norm(x))``, or without a norm ``linear(x)``."""
+    return linear(x) if norm is None else norm.into(linear, x)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How a block's output goes back into the residual stream: ``x += scale * norm(y)``."""
+
+    norm: Norm | None
+    scale: float
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is ``x += y``, which a product can do itself."""
+        return self.norm is None and self.scale == 1
+
+    def add(self, y: FloatArray, x: FloatArray) -> None:
+        """Add rows to x in place; y may be changed."""
+        if self.norm is not None:
+            y = self.norm(y)
+        if self.scale != 1:
+            y *= np.float32(self.scale)
+        x += y

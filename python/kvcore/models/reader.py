@@ -1,0 +1,161 @@
+"""From a checkpoint's tensors to packed weights, one at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kvcore._kvcore import Arena, Linear
+from kvcore.models.norm import Norm
+from kvcore.models.spec import check_weights, read_output, unused_tensors
+
+if TYPE_CHECKING:
+    from kvcore._kvcore import Threads
+    from kvcore.checkpoint.weights import Weights
+    from kvcore.models.spec import DecoderSpec
+    from kvcore.models.tensors import TensorSpec
+
+FloatArray = npt.NDArray[np.float32]
+
+_T = TypeVar("_T", bound="Linear | npt.NDArray[Any]")
+
+_NUMPY_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+class Reader:
+    """Reads a spec's tensors by role and packs them.
+
+    Attributes:
+        spec: whose tensors.
+        threads: the pool that packs, and runs the products.
+        nbytes: bytes of all that was read, as it is held.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape or type than the spec says.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, threads: Threads, *, dtype: str, quantization: str | None
+    ) -> None:
+        """``dtype`` and ``quantization`` as ``Decoder`` has them. All tensors are checked, and none is read."""
+        check_weights(spec, weights)
+        self.spec = spec
+        self.threads = threads
+        self.nbytes = 0
+        self._weights = weights
+        self._dtype = dtype
+        self._quantization = quantization
+        self._whole = lru_cache(maxsize=4)(weights.get)  # read in parts: all experts' gate and up, say
+        self._arena = Arena()
+
+    def has(self, role: str, layer: int | None = None) -> bool:
+        """Whether the model and the checkpoint have such a tensor."""
+        tensors = self.spec.tensors if layer is None else self.spec.layers[layer].tensors
+        return role in tensors and self.spec.tensor(role, layer).find(self._weights) is not None
+
+    def vector(self, role: str, layer: int | None = None) -> FloatArray:
+        """A tensor as float32."""
+        return self._count(np.ascontiguousarray(self._read(role, layer), np.float32))
+
+    def matrix(self, role: str) -> npt.NDArray[Any]:
+        """A tensor in the type that weights are held in, for its rows to be looked up."""
+        return self._count(self._read(role, None).astype(_NUMPY_DTYPES[self._dtype]))
+
+    def norm(self, role: str, layer: int | None = None, *, eps: float | None = None) -> Norm:
+        """A norm of the spec's kind; with ``eps`` a root-mean-square norm of its own."""
+        spec = self.spec.norm
+        weight = self.vector(f"{role}.weight", layer)
+        if eps is not None:
+            return Norm("rms", weight, None, eps, self.threads)
+        if spec.offset:
+            weight += np.float32(spec.offset)
+        bias = self.vector(f"{role}.bias", layer) if self.has(f"{role}.bias", layer) else None
+        return Norm(spec.kind, weight, bias, spec.eps, self.threads)
+
+    def optional_norm(self, role: str, layer: int) -> Norm | None:
+        """The same, or None if the model has no such norm."""
+        return self.norm(role, layer) if self.has(f"{role}.weight", layer) else None
+
+    def output(self, embedding: npt.NDArray[Any]) -> Linear:
+        """The output matrix: the embedding's own, or one of its own."""
+        weight = read_output(self.spec, self._weights)
+        if self._quantization is None:
+            return self.pack(embedding if weight is None else weight)
+        tensor = self.spec.tensor("embed_tokens.weight" if weight is None else "lm_head.weight")
+        blocks = tensor.read_blocks(self._weights)
+        if blocks is not None and (blocks[0] == "Q8_0" or self._quantization == "int4"):
+            return self._of_blocks(*blocks, None)
+        return self.pack(tensor.read(self._weights), dtype="int8")
+
+    def linear(self, names: Sequence[str], layer: int, *, dtype: str | None = None) -> Linear:
+        """Matrices with the same input as one layer, the outputs below each other; biases where there are any."""
+        tensors = [self.spec.tensor(f"{name}.weight", layer) for name in names]
+        bias = self._biases(names, tensors, layer)
+        blocks = self._blocks(tensors) if dtype is None else None
+        if blocks is not None:
+            return self._of_blocks(*blocks, bias)
+        matrices = [self._read(tensor.role, layer) for tensor in tensors]
+        return self.pack(matrices[0] if len(matrices) == 1 else np.concatenate(matrices), bias, dtype=dtype)
+
+    def heads(self, name: str, layer: int, count: int, *, transposed: bool = False) -> list[Linear]:
+        """A matrix whose rows are those of so many heads, as a layer for each head."""
+        weight = self._read(f"{name}.weight", layer)
+        heads = weight.reshape(count, -1, weight.shape[1])
+        return [self.pack(np.ascontiguousarray(head.T) if transposed else head) for head in heads]
+
+    def pack(self, weight: Any, bias: FloatArray | None = None, *, dtype: str | None = None) -> Linear:
+        """Pack a matrix ``[out, in]``."""
+        dtype = dtype or self._quantization or self._dtype
+        return self._count(Linear(weight, bias, dtype=dtype, threads=self.threads, arena=self._arena))
+
+    def warn_of_unused(self) -> None:
+        """Warn of tensors that were never read."""
+        left = unused_tensors(self.spec, self._weights)
+        if left:
+            names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            number = "1 tensor is" if len(left) == 1 else f"{len(left)} tensors are"
+            warnings.warn(f"{self._weights.source}: {number} not used: {names}", stacklevel=3)
+
+    def _read(self, role: str, layer: int | None) -> npt.NDArray[Any]:
+        spec = self.spec.tensor(role, layer)
+        name = spec.find(self._weights)
+        assert name is not None, role  # check_weights has seen it
+        return self._weights.get(name) if spec.part is None else spec.part.take(self._whole(name))
+
+    def _biases(self, names: Sequence[str], weights: Sequence[TensorSpec], layer: int) -> FloatArray | None:
+        has = [self.has(f"{name}.bias", layer) for name in names]
+        if not any(has):
+            return None
+        parts = zip(names, weights, has, strict=True)
+        return np.concatenate(
+            [
+                self._read(f"{name}.bias", layer).astype(np.float32) if there else np.zeros(weight.shape[0], np.float32)
+                for name, weight, there in parts
+            ]
+        )
+
+    def _of_blocks(self, kind: str, rows: npt.NDArray[np.uint8], bias: FloatArray | None) -> Linear:
+        dtype = "int8" if kind == "Q8_0" else "int4"
+        return self._count(Linear(rows, bias, dtype=dtype, blocks=kind, threads=self.threads, arena=self._arena))
+
+    def _blocks(self, tensors: Sequence[TensorSpec]) -> tuple[str, npt.NDArray[np.uint8]] | None:
+        """The matrices' blocks below each other, if all have the same kind of the wanted bits."""
+        if self._quantization is None:
+            return None
+        parts = [tensor.read_blocks(self._weights) for tensor in tensors]
+        kinds = {part[0] for part in parts if part is not None}
+        wanted = ("Q8_0",) if self._quantization == "int8" else ("Q4_0", "Q4_1")
+        if None in parts or len(kinds) != 1 or not kinds <= set(wanted):
+            return None
+        rows = [part[1] for part in parts if part is not None]
+        return kinds.pop(), rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+    def _count(self, held: _T) -> _T:
+        self.nbytes += held.nbytes
+        return held
