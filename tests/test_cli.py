@@ -83,7 +83,7 @@ def test_live(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "other", "--kv-cache-dtype", "fp8", "--num-threads", "2", "--max-tokens", "3"]
-    code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--seed", "7", "hi")
+    code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--top-p", "0.9", "--top-k", "9", "--seed", "7", "hi")
     assert (code, out) == (0, "hel\n")
     assert models == [("other", {"kv_cache_dtype": "fp8", "quantization": "auto", "num_threads": 2})]
 

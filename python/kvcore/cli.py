@@ -54,6 +54,8 @@ _Quantization = Annotated[
 ]
 _MaxTokens = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 _Temperature = Annotated[float, typer.Option(help="0 takes the most probable token; higher is more varied.")]
+_TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that add up to this.")]
+_TopK = Annotated[int, typer.Option(help="Sample from so many of the most probable tokens; 0: all.")]
 _Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
 _Threads = Annotated[int | None, typer.Option(help="Threads; by default one per core.", show_default=False)]
 
@@ -115,6 +117,8 @@ def generate(
     quantization: _Quantization = "auto",
     max_tokens: _MaxTokens = 256,
     temperature: _Temperature = 0.0,
+    top_p: _TopP = 1.0,
+    top_k: _TopK = 0,
     seed: _Seed = None,
     no_chat: Annotated[bool, typer.Option("--no-chat", help="Continue the text; no chat template around it.")] = False,
     no_cache: Annotated[
@@ -133,7 +137,7 @@ def generate(
     with _reporting():
         if (prompt is None) == (file is None):
             raise typer.BadParameter("expected either a prompt or --file")
-        params = _params(max_tokens, temperature, seed)
+        params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         options = {"kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "num_threads": num_threads}
         if file is not None:
             texts = _lines(file)
@@ -171,6 +175,8 @@ def chat(
     quantization: _Quantization = "auto",
     max_tokens: _MaxTokens = 1024,
     temperature: _Temperature = 0.0,
+    top_p: _TopP = 1.0,
+    top_k: _TopK = 0,
     seed: _Seed = None,
     num_threads: _Threads = None,
 ) -> None:
@@ -179,7 +185,7 @@ def chat(
         if sys.stdin is None:
             raise InvalidArgument("stdin: expected what to answer, but it is closed")
         _check_text(system or "")
-        params = _params(max_tokens, temperature, seed)
+        params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         beginning = [] if system is None else [{"role": "system", "content": system}]
         with _open(model, kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_threads=num_threads) as llm:
             messages = list(beginning)
@@ -378,10 +384,10 @@ def _open(model: str, **options: Any) -> LLM:
     return LLM(model, **options)
 
 
-def _params(max_tokens: int, temperature: float, seed: int | None) -> Any:
+def _params(**values: Any) -> Any:
     from kvcore.engine.sampling_params import SamplingParams
 
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    return SamplingParams(**values)
 
 
 def _say(llm: LLM, messages: list[Mapping[str, Any]] | list[dict[str, str]], params: Any) -> str:

@@ -279,7 +279,6 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """All counts, how many requests wait and run, and the counts of the cache under "cache"."""
-        self.metrics.num_preemptions = self._scheduler.num_preemptions
         return {
             **self.metrics.snapshot(),
             "num_waiting": len(self._scheduler.waiting),
@@ -317,6 +316,7 @@ class Engine:
             seq.store(n)
             metrics.num_recomputed_tokens += seq.num_recomputed_tokens - recomputed
         metrics.num_computed_tokens += len(rows[0])
+        metrics.num_preemptions = scheduler.num_preemptions
         metrics.num_steps += 1
         return outputs + self._sample(items, logits)
 
