@@ -149,7 +149,7 @@ def test_requests_that_share_beginnings_in_little_space(name: str, tmp_path: Pat
         assert_nothing_held(llm)
 
 
-# -- longrope: the factors of all tokens follow the length that a sequence has reached ------------------------------------
+# -- longrope: the factors of all tokens follow the length that a sequence has reached ------------------------------
 
 LONG = "phi3_longrope"
 

@@ -263,7 +263,7 @@ class Engine:
                 batch = self._cache.plan([(handles[0], n)])
                 positions = np.arange(start, start + n, dtype=np.int64)
                 ids = np.array(token_ids[start : start + n], np.int64)
-                lens = np.full(n, total, np.int64)
+                lens = np.full(n, self._model.context_len(total, total), np.int64)
                 result[start : start + n] = self._model.forward(batch, ids, positions, lens, positions - start)
                 self._cache.commit(batch)
                 self.metrics.num_steps += 1
