@@ -112,9 +112,9 @@ class Parts:
         return [(layer + 1) % step == 0 and layer not in named for layer in range(self.num_layers)]
 
     def attention_tensors(
-        self, *, qkv_bias: bool | None = None, o_bias: bool | None = None, prefix: str = LAYER + "self_attn."
+        self, *, qkv_bias: bool = False, o_bias: bool = False, prefix: str = LAYER + "self_attn."
     ) -> list[TensorSpec]:
-        """The four projections, with biases: True must be there, False are used if they are, None are none."""
+        """The four projections, with biases that must be there, or are used if they are."""
         h = self.heads
         q, kv, o = h.queries * h.k_dim, h.kv * h.k_dim, h.queries * h.v_dim
         tensors: list[TensorSpec] = []
@@ -122,7 +122,7 @@ class Parts:
             tensors += linear(role, prefix + role, rows, self.hidden, qkv_bias)
         return tensors + linear("o_proj", prefix + "o_proj", self.hidden, o, o_bias)
 
-    def mlp_tensors(self, inner: int, *, bias: bool | None = None, prefix: str = LAYER + "mlp.") -> list[TensorSpec]:
+    def mlp_tensors(self, inner: int, *, bias: bool = False, prefix: str = LAYER + "mlp.") -> list[TensorSpec]:
         """Gate, up and down."""
         return gated_mlp("", prefix, self.hidden, inner, bias)
 
@@ -156,9 +156,9 @@ class Parts:
         mlp: MlpSpec,
         *,
         norms: Mapping[str, str] = NORMS,
-        qkv_bias: bool | None = None,
-        o_bias: bool | None = None,
-        mlp_bias: bool | None = None,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
         norm_bias: bool = False,
         parallel: bool = False,
     ) -> tuple[LayerSpec, ...]:
@@ -231,6 +231,12 @@ def expert_counts(read: ConfigReader, *keys: str, default: tuple[int, int]) -> t
     key = next((key for key in keys if read.has(key)), keys[0])
     experts = read.integer(key, default[0], maximum=1 << 14)
     return experts, read.integer("num_experts_per_tok", min(default[1], experts), maximum=experts)
+
+
+def refuse(read: ConfigReader, key: str) -> None:
+    """Raise ``CheckpointError`` if the configuration asks for something that there is not."""
+    if read.boolean(key, False):
+        raise read.error(key, "false (nothing else is supported)", True)
 
 
 def layer_norm(read: ConfigReader, key: str = "layer_norm_eps", default: float = 1e-5) -> NormSpec:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcore.checkpoint.config import Config
-from kvcore.models.families.common import NORMS, Parts, rms
+from kvcore.models.families.common import NORMS, Parts, refuse, rms
 from kvcore.models.rope import RopeSpec, rope_from_config
 from kvcore.models.spec import ActivationSpec, AttentionSpec, DecoderSpec, MlpSpec
 
@@ -59,6 +59,7 @@ def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
 def _spec(
     parts: Parts, attention: list[AttentionSpec], mlp: MlpSpec, norms: Mapping[str, str], **values: Any
 ) -> DecoderSpec:
+    refuse(parts.read, "use_bidirectional_attention")
     bias = parts.read.boolean("attention_bias", False)
     layers = parts.llama_layers(attention, mlp, norms=norms, qkv_bias=bias, o_bias=bias)
     scale = parts.hidden**0.5

@@ -26,8 +26,8 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     def tensors(_: Mlp) -> Iterable[TensorSpec]:
         yield from parts.norm_tensors(NORMS)
         yield from parts.attention_tensors(qkv_bias=parts.read.boolean("attention_bias", False))
-        yield from fused(("gate_proj", "up_proj"), LAYER + "mlp.gate_up_proj", (mlp.inner, mlp.inner), hidden)
-        yield from linear("down_proj", LAYER + "mlp.down_proj", hidden, mlp.inner)
+        yield from fused(("gate_proj", "up_proj"), LAYER + "mlp.gate_up_proj", (mlp.inner, mlp.inner), hidden, False)
+        yield from linear("down_proj", LAYER + "mlp.down_proj", hidden, mlp.inner, False)
 
     rope = rope_from_config(config, parts.heads.k_dim, parts.positions, partial=0.5, interleaved=True)
     return parts.spec(parts.layers(parts.attention(rope), mlp, tensors), rms(parts.read, 1.5625e-07))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvcore.models.families.common import QKV, Mlp, Parts, fused, layer_norm, norm
+from kvcore.models.families.common import QKV, Mlp, Parts, fused, layer_norm, norm, refuse
 from kvcore.models.spec import DecoderSpec, MlpSpec
 from kvcore.models.tensors import TensorSpec
 
@@ -21,6 +21,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``GPT2Config``. Raises ``CheckpointError``."""
     parts = Parts(config)
     read, hidden = parts.read, parts.hidden
+    refuse(read, "add_cross_attention")
     mlp = MlpSpec(read.integer("n_inner", 4 * hidden), parts.activation("activation_function", "gelu_new"), gated=False)
 
     def matrices(roles: tuple[str, ...], name: str, rows: int, columns: int) -> Iterable[TensorSpec]:

@@ -19,10 +19,10 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
 
     def tensors(_: Mlp) -> Iterable[TensorSpec]:
         yield from parts.norm_tensors()
-        yield from fused(QKV, LAYER + "self_attn.qkv_proj", (q, kv, kv), hidden)
-        yield from linear("o_proj", LAYER + "self_attn.o_proj", hidden, q)
-        yield from fused(("gate_proj", "up_proj"), LAYER + "mlp.gate_up_proj", (mlp.inner, mlp.inner), hidden)
-        yield from linear("down_proj", LAYER + "mlp.down_proj", hidden, mlp.inner)
+        yield from fused(QKV, LAYER + "self_attn.qkv_proj", (q, kv, kv), hidden, False)
+        yield from linear("o_proj", LAYER + "self_attn.o_proj", hidden, q, False)
+        yield from fused(("gate_proj", "up_proj"), LAYER + "mlp.gate_up_proj", (mlp.inner, mlp.inner), hidden, False)
+        yield from linear("down_proj", LAYER + "mlp.down_proj", hidden, mlp.inner, False)
 
     rope = rope_from_config(config, heads.k_dim, parts.positions)
     return parts.spec(parts.layers(parts.attention(rope), mlp, tensors), rms(parts.read, 1e-5))

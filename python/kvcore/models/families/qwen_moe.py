@@ -19,7 +19,7 @@ def qwen2_moe(config: Mapping[str, Any]) -> DecoderSpec:
     parts = Parts(config)
     shared = parts.read.integer("shared_expert_intermediate_size", 5632)
     bias = parts.read.boolean("qkv_bias", True)
-    return _spec(parts, (60, 4), 1408, shared=shared, qk_norm=False, qkv_bias=bias, o_bias=None)
+    return _spec(parts, (60, 4), 1408, shared=shared, qk_norm=False, qkv_bias=bias, o_bias=False)
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
@@ -31,7 +31,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
 
 def _spec(
     parts: Parts, counts: tuple[int, int], width: int, *, shared: int | None, qk_norm: bool, qkv_bias: bool,
-    o_bias: bool | None,
+    o_bias: bool,
 ) -> DecoderSpec:  # fmt: skip
     read, hidden = parts.read, parts.hidden
     experts, chosen = expert_counts(read, "num_experts", "num_local_experts", default=counts)
