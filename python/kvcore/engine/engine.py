@@ -266,7 +266,7 @@ class Engine:
                 batch = self._cache.plan([(handles[0], n)])
                 positions = np.arange(start, start + n, dtype=np.int64)
                 ids = np.array(token_ids[start : start + n], np.int64)
-                lens = np.full(n, total, np.int64)
+                lens = np.full(n, self._model.context_len(total, total), np.int64)
                 rows = positions - start
                 options = {} if adapter is None else {"adapters": [(adapter, rows)]}
                 result[start : start + n] = self._model.forward(batch, ids, positions, lens, rows, **options)
@@ -360,7 +360,7 @@ class Engine:
             if not sibling.finished:  # else aborted meanwhile
                 sibling.handles.extend(map(self._cache.fork, seq.handles))
                 sibling.num_stored = sibling.num_reached = seq.num_stored
-                sibling.num_cached_tokens = seq.num_cached_tokens
+                sibling.num_cached_tokens, sibling.context_len = seq.num_cached_tokens, seq.context_len
                 sibling.metrics.first_scheduled_time = now
                 self._scheduler.start(sibling)
         return [sibling for sibling in siblings if not sibling.finished]
@@ -392,6 +392,7 @@ class Engine:
             seq.token_ids = [*token_ids, step.token_id]
             seq.handles[:] = [handle]
             seq.num_stored, seq.num_cached_tokens = first.num_stored, first.num_cached_tokens
+            seq.context_len = first.context_len
             seq.metrics.token(now)
             self._cache.append(handle, [step.token_id])
         for seq in running[len(steps) :]:

@@ -161,6 +161,9 @@ class Scheduler:
         self.items, self.batch = [], None
         self._sweep()
         budget = self._max_num_batched_tokens
+        for seq in self.running:
+            if seq.handles and seq.context_len != self._context_len(seq):
+                self._close(seq)  # its keys turn otherwise at this length: all of it is computed anew
         # beams that wait for others of their unit miss nothing
         missing = [(seq, len(seq.token_ids) - seq.num_stored) for seq in self.running]
         decoding = [seq for seq, n in missing if n == 1]
@@ -248,8 +251,11 @@ class Scheduler:
         tokens = min(self._reserved(seq), self.space.capacity)
         return self.space.to_come(seq.num_stored, copies, tokens)
 
+    def _context_len(self, seq: Sequence) -> int:
+        return self._model.context_len(seq.prompt_len, len(seq.token_ids))
+
     def _salt(self, seq: Sequence) -> bytes | None:
-        return self._model.prompt_salt(seq.prompt_len)
+        return self._model.prompt_salt(self._context_len(seq))
 
     def _key(self, seq: Sequence) -> tuple[bytes | None, str | None]:
         return self._salt(seq), None if seq.adapter is None else seq.adapter.identity
@@ -266,6 +272,9 @@ class Scheduler:
         # One C call from the cache's answer to the list: no byte code between them at which an interrupt could lose it.
         seq.handles.extend(map(add, (seq.token_ids,), (salt,)))
         seq.num_stored = seq.handles[0].num_cached_tokens
+        context_len = self._context_len(seq)
+        if seq.context_len != context_len:  # nothing was computed of it yet, or nothing that is of use
+            seq.context_len, seq.num_reached = context_len, seq.num_stored
         for num_tokens, ttl in seq.marks:
             self._cache.mark(seq.handles[0], num_tokens, ttl=ttl)
 

@@ -49,6 +49,7 @@ class Sequence:
         adapter: the adapter that it asks for.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
+        context_len: the length that its stored keys follow, see ``Model.context_len``.
         num_stored: how many of ``token_ids`` have keys and values in the cache now.
         num_reached: how many of them have had so in this round, before it was preempted.
         num_cached_tokens: how many prompt tokens came from the prefix cache when it first started.
@@ -82,6 +83,7 @@ class Sequence:
     adapter: Adapter | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
+    context_len: int = 0
     num_stored: int = 0
     num_reached: int = 0
     num_cached_tokens: int = 0

@@ -27,7 +27,7 @@ from kvcore.models.mlp import Mlp
 from kvcore.models.moe import Moe
 from kvcore.models.norm import Residual
 from kvcore.models.reader import Reader
-from kvcore.models.rope import RopeTable
+from kvcore.models.rope_table import RopeTable
 from kvcore.models.spec import MoeSpec
 
 if TYPE_CHECKING:
