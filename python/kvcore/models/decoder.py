@@ -194,11 +194,11 @@ class _Layer:
         else:
             self._mlp = Mlp(read, layer, spec.mlp, norm, residual)
         self._parallel = spec.parallel
+        self._adapters = read.adapters
 
     def finish(self, x: FloatArray, attended: FloatArray) -> None:
         """Add attention's output and the MLP's to x, in place."""
-        for start in range(0, len(x), _ROWS):
-            rows = slice(start, start + _ROWS)
+        for rows in self._adapters.pieces(len(x), _ROWS):
             self._finish(x[rows], attended[rows])
 
     def _finish(self, x: FloatArray, attended: FloatArray) -> None:
