@@ -349,6 +349,15 @@ class LLM:
         asked = [self._conversation(messages, values)]
         return self._stream(self._submissions(asked, params, use_cache, priority, timeout)[0])
 
+    def abort(self, request_id: str) -> None:
+        """End a request of any thread's call, with what it has until then (``finish_reason`` "abort").
+
+        Requests that have ended, and names that no request has, are left alone.
+        """
+        reply = self._dispatcher.replies.get(request_id)
+        if reply is not None:
+            self._dispatcher.abort(reply)
+
     def logits(self, token_ids: Any) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].
 

@@ -120,9 +120,8 @@ class Session:
             params: with one answer.
             template_values: of the chat template.
         """
-        self._check(params)
-        text = self._llm.render_chat(messages, **template_values)
-        self._token_ids = self._prompts.encode(text, add_special_tokens=False)
+        self._check(params, empty=True)
+        self._token_ids = self._llm._conversation(messages, template_values)[1]
         return self.generate(params)
 
     def fork(self) -> Session:
@@ -190,11 +189,11 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session of {len(self)} tokens{' (closed)' if self._closed else ''}>"
 
-    def _check(self, params: SamplingParams | None) -> None:
+    def _check(self, params: SamplingParams | None, *, empty: bool = False) -> None:
         self._check_open()
         if params is not None and params.n != 1:
             raise InvalidArgument(f"params: expected one answer (n=1), got n={params.n}")
-        if not self._token_ids:
+        if not self._token_ids and not empty:
             raise InvalidArgument("session: expected at least one token before an answer, got none")
 
     def _take(self, tokens: list[int]) -> None:
