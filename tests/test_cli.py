@@ -201,6 +201,15 @@ def test_chat(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch
     assert chat(capsys, monkeypatch, "hi\n/reset\nhi\n") == (0, "hello\nhello\n", "")
 
 
+def test_chat_figures(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nhi\n"))
+    code, out, err = run(capsys, "chat", "--figures", "--max-tokens", "4")
+    assert (code, out.count("\n")) == (0, 2)
+    first, second = err.splitlines()
+    assert "prompt 20 tokens (0 cached) | answer 4 tokens | TTFT" in first
+    assert "(20 cached)" in second
+
+
 def test_chat_help_and_closed_stdin(
     models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,7 @@ def generate(
                     if not as_json and not live:  # the view has the terminal to itself
                         print(piece, end="", flush=True)
             if live and not as_json:
-                print(answer.as_dict()["text"], end="", flush=True)
+                print(answer.text, end="", flush=True)
             if as_json:
                 print(
                     json.dumps({"model": llm.name, "prompt": text, **answer.as_dict()}, ensure_ascii=False), flush=True
@@ -178,6 +178,9 @@ def chat(
     top_p: _TopP = 1.0,
     top_k: _TopK = 0,
     seed: _Seed = None,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Show after each answer what it took, and what the cache saved.")
+    ] = False,
     num_threads: _Threads = None,
 ) -> None:
     """Talk with a model. /reset starts over, /exit or the end of input leaves, /help lists; Ctrl-C stops an answer."""
@@ -200,7 +203,7 @@ def chat(
                     messages.append({"role": "user", "content": text})
                     try:
                         _check_text(text)
-                        messages.append({"role": "assistant", "content": _say(llm, messages, params)})
+                        messages.append({"role": "assistant", "content": _say(llm, messages, params, figures)})
                     except KvcoreError as error:  # the conversation has become too long, for example
                         messages.pop()
                         full = isinstance(error, OutOfBlocks) or "max_model_len" in str(error)
@@ -298,6 +301,22 @@ class _Answer:
         self._last = item
         return item.text
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything has come."""
+        return self._last is not None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    def fills(self, max_model_len: int | None) -> bool:
+        """Whether prompt and answer have used up the model's length."""
+        if self._last is None or max_model_len is None or self._last.finish_reason != "length":
+            return False
+        return len(self._last.prompt_token_ids) + len(self._token_ids) >= max_model_len
+
     def figures(self) -> str:
         """One line about what the answer took."""
         values = self.as_dict()
@@ -319,7 +338,7 @@ class _Answer:
         prompt, answer, metrics = len(last.prompt_token_ids), len(self._token_ids), last.metrics
         blocks = -(-(prompt + answer - 1) // self._block_size)
         return {
-            "text": "".join(self._pieces),
+            "text": self.text,
             "token_ids": self._token_ids,
             "finish_reason": last.finish_reason,
             "usage": {
@@ -390,22 +409,20 @@ def _params(**values: Any) -> Any:
     return SamplingParams(**values)
 
 
-def _say(llm: LLM, messages: list[Mapping[str, Any]] | list[dict[str, str]], params: Any) -> str:
+def _say(llm: LLM, messages: list[Mapping[str, Any]] | list[dict[str, str]], params: Any, figures: bool = False) -> str:
     """Print an answer as it comes; Ctrl-C ends it early."""
-    pieces: list[str] = []
-    length, reason = 0, None
+    answer = _Answer(llm)
     try:
         for item in llm.stream_chat(list(messages), params):
-            pieces.append(item.text)
-            length = (length or len(item.prompt_token_ids)) + len(item.token_ids)
-            reason = item.finish_reason
-            print(item.text, end="", flush=True)
+            print(answer.add(item), end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
     print(flush=True)
-    if reason == "length" and llm.max_model_len is not None and length >= llm.max_model_len:
+    if answer.fills(llm.max_model_len):
         print("kvcore: the context is full: /reset starts over", file=sys.stderr)
-    return "".join(pieces)
+    if figures and answer.begun:
+        print(answer.figures(), file=sys.stderr)
+    return answer.text
 
 
 def _prompt(argument: str) -> str:

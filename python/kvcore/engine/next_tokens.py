@@ -1,9 +1,11 @@
 """From the logits of a batch to the next token of each sequence, and to what becomes of it then.
 
-for each sequence of the batch whose known tokens are all stored:
-    one answer:       sample; append the token, or end
-    n answers:        fork the handle for each, sample a first token for each; from then on each is on its own
-    beams:            offer the best continuations; when all beams of the search have: choose, and reorder the handles
+    for each sequence of the batch whose known tokens are all stored:
+        one answer:       sample; append the token, or end
+        n answers:        fork the handle for each, sample a first token for each; from then on each is on its own
+        beams:            offer the best continuations; when all beams have: choose, and reorder the handles
+
+Nothing is ended here: outputs say what is to end, and the engine does it.
 """
 
 from __future__ import annotations
