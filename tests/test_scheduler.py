@@ -60,7 +60,7 @@ def run(scheduler: Scheduler, cache: MockCache) -> list[tuple[str, int]]:
             elif s.use_cache:
                 cache.append(s.handles[0], [7])
             else:
-                scheduler.end_round(s)
+                scheduler.restart(s)
     return [(s.request_id, n) for s, n in items]
 
 

@@ -139,9 +139,11 @@ class Scheduler:
         self._close(seq)
         seq.state = State.FINISHED
 
-    def end_round(self, seq: Sequence) -> None:
-        """Forget the keys and values of a running sequence that does without the cache; it starts over next step."""
-        seq.num_reached = 0
+    def restart(self, seq: Sequence) -> None:
+        """Forget what is stored of a running sequence; it is opened again in the next step, as what it is by then.
+
+        That is how sequences go on that do without the cache, and those whose block key has changed.
+        """
         self._close(seq)
 
     def free(self, handles: list[Handle]) -> None:
