@@ -81,7 +81,6 @@ class Engine:
         self._model = model
         self._cache: Cache = model.cache
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._scheduler = Scheduler(
             model,
             max_num_seqs=max_num_seqs,
@@ -217,8 +216,8 @@ class Engine:
     def logits(self, token_ids: Any) -> FloatArray:
         """The logits of every position, float32 [len(token_ids), vocab], in one go: nothing else runs meanwhile.
 
-        The tokens are computed in chunks of ``max_num_batched_tokens``. Nothing is read from the prefix cache or
-        left in it.
+        The tokens are computed in chunks of ``max_num_batched_tokens`` (or as many as a window's pool holds). Nothing
+        is read from the prefix cache or left in it.
 
         Raises:
             InvalidArgument, TypeError: as ``check_request``.
@@ -236,8 +235,8 @@ class Engine:
         handles: list[Any] = []
         try:
             handles.extend(map(partial(self._cache.add, use_prefix=False), (token_ids,)))  # as Scheduler._open
-            for start in range(0, total, self._max_num_batched_tokens):
-                n = min(self._max_num_batched_tokens, total - start)
+            for start in range(0, total, space.max_chunk):
+                n = min(space.max_chunk, total - start)
                 batch = self._cache.plan([(handles[0], n)])
                 positions = np.arange(start, start + n, dtype=np.int64)
                 ids = np.array(token_ids[start : start + n], np.int64)
