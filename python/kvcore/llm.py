@@ -8,13 +8,12 @@ All calls on an ``LLM`` share one engine, and whoever steps it takes the request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.dispatch import Dispatcher
 from kvcore.engine.engine import Engine
-from kvcore.engine.intake import Marks
 from kvcore.engine.interfaces import FloatArray
 from kvcore.engine.logits import Constraint
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
@@ -23,7 +22,7 @@ from kvcore.loading import Options, Parts, load_parts, make_chat_template, parts
 from kvcore.outputs import BeamSearchOutput, RequestOutput
 from kvcore.progress import progress_bar
 from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
-from kvcore.prompts import Prompt, Prompts, is_batch
+from kvcore.prompts import Asked, Prompt, Prompts, check_salt, is_batch
 from kvcore.reply import Reply, Submission
 
 if TYPE_CHECKING:
@@ -210,7 +209,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of these. Texts
-                get the special tokens that the tokenizer's configuration says.
+                get the special tokens that the tokenizer's configuration says. A dict may have a "cache_salt": only
+                prompts with equal salts share blocks.
             params: for all prompts, or a list with one for each. None: ``SamplingParams()``, whatever the model's
                 generation_config.json says about temperature and the like.
             use_cache: False computes everything again for each token, as if there were no KV cache. The tokens are
@@ -233,7 +233,7 @@ class LLM:
             All are checked for every prompt before any runs. Whatever is raised, Ctrl-C included, ends the whole call
             and returns its blocks.
         """
-        asked = [(text, token_ids, ()) for text, token_ids in self._prompts.inputs(prompts)]
+        asked = self._prompts.inputs(prompts)
         replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
         return [reply.output() for reply in replies]
 
@@ -249,6 +249,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        cache_salt: str | None = None,
         **template_values: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
@@ -260,6 +261,7 @@ class LLM:
             params, use_cache, progress, priority, timeout, callback: as ``generate``.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt: end the prompt with the start of the assistant's turn.
+            cache_salt: whose conversations these are: only prompts with equal salts share blocks.
             template_values: further variables of the template, such as ``tools``.
 
         Returns:
@@ -275,7 +277,7 @@ class LLM:
             raise InvalidArgument("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(conversation, values) for conversation in conversations]
+        asked = [self._conversation(conversation, values, cache_salt) for conversation in conversations]
         replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
         return [reply.output() for reply in replies]
 
@@ -296,8 +298,8 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
-        inputs = self._prompts.inputs(prompts)
-        replies = self._run([Submission(text=text, token_ids=ids, params=params) for text, ids in inputs], progress)
+        asked = self._prompts.inputs(prompts)
+        replies = self._run([Submission(asked=each, params=params) for each in asked], progress)
         return [reply.beams() for reply in replies]
 
     def stream(
@@ -330,7 +332,7 @@ class LLM:
         inputs = self._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        return self._stream(self._submissions([(*inputs[0], ())], params, use_cache, priority, timeout)[0])
+        return self._stream(self._submissions(inputs, params, use_cache, priority, timeout)[0])
 
     def stream_chat(
         self,
@@ -342,11 +344,12 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        cache_salt: str | None = None,
         **template_values: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation token by token: ``chat`` and ``stream`` in one."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(messages, values)]
+        asked = [self._conversation(messages, values, cache_salt)]
         return self._stream(self._submissions(asked, params, use_cache, priority, timeout)[0])
 
     def abort(self, request_id: str) -> None:
@@ -454,20 +457,21 @@ class LLM:
 
     # -- what calls ask for ---------------------------------------------------------------------------------------
 
-    def _conversation(self, messages: Any, template_values: dict[str, Any]) -> tuple[str, list[int], Marks]:
-        """The prompt of a conversation as text and token ids, and the marks in it."""
+    def _conversation(self, messages: Any, template_values: Mapping[str, Any], cache_salt: str | None = None) -> Asked:
+        """The prompt of a conversation, and the marks in it."""
+        salt = check_salt(cache_salt, "cache_salt")
         plain, marks = take_marks(messages)
         text = self.render_chat(plain, **template_values)
         token_ids = self._prompts.encode(text, add_special_tokens=False)
         if not marks:
-            return text, token_ids, ()
+            return Asked(text, token_ids, cache_salt=salt)
         places = [find_mark(mark, plain, text, lambda m: self.render_chat(m, **template_values)) for mark in marks]
         prefixes = [self._prompts.encode(text[:place], add_special_tokens=False) for place in places]
-        return text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens)
+        return Asked(text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens), salt)
 
     def _submissions(
         self,
-        asked: Sequence[tuple[str | None, Any, Marks]],
+        asked: list[Asked],
         params: Any,
         use_cache: bool = True,
         priority: int | list[int] = 0,
@@ -490,19 +494,15 @@ class LLM:
                 raise TypeError(f"priority: expected an integer or a list of them, got {value!r}")
         return [
             Submission(
-                text=text,
-                token_ids=token_ids,
+                asked=prompt,
                 params=each,
                 use_cache=use_cache,
                 priority=rank,
                 timeout=timeout,
-                marks=marks,
                 make_constraint=self._constraint(each),
                 callback=callback,
             )
-            for (text, token_ids, marks), each, rank in zip(
-                asked, self._prompts.params(params, len(asked)), priorities, strict=True
-            )
+            for prompt, each, rank in zip(asked, self._prompts.params(params, len(asked)), priorities, strict=True)
         ]
 
     def _constraint(self, params: SamplingParams) -> Callable[[], Constraint] | None:

@@ -123,6 +123,7 @@ class Engine:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        salt: str | None = None,
         marks: Marks = (),
         make_constraint: Callable[[], Constraint] | None = None,
     ) -> Sequence:
@@ -140,6 +141,7 @@ class Engine:
                 are the same. Not for beam search.
             priority: smaller goes first, where the policy is "priority".
             timeout: seconds from now after which it is aborted, with the stop reason "timeout".
+            salt: only requests with equal salts share blocks.
             marks: prefixes of the prompt that the cache shall keep for a time of their own.
             make_constraint: makes the grammar that an answer must follow, a new one for each.
 
@@ -158,6 +160,7 @@ class Engine:
             use_cache=use_cache,
             arrival=self.metrics.num_requests,
             priority=priority,
+            salt=salt,
             marks=marks,
             make_constraint=make_constraint,
         )

@@ -100,6 +100,7 @@ class Intake:
         use_cache: bool,
         arrival: int,
         priority: int,
+        salt: str | None,
         marks: Marks,
         make_constraint: Callable[[], Constraint] | None,
     ) -> list[Sequence]:
@@ -123,6 +124,7 @@ class Intake:
                 self._generator(sampling, arrival, index),
                 RequestMetrics(now),
                 use_prefix=use_cache and sampling.prompt_logprobs is None,
+                salt=salt,
                 index=index,
                 order=(*place, index),
                 marks=marks if use_cache and self._mark_prefixes and sampling.prompt_logprobs is None else (),

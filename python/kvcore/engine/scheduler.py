@@ -251,7 +251,12 @@ class Scheduler:
         return self.space.to_come(seq.num_stored, copies, tokens)
 
     def _salt(self, seq: Sequence) -> bytes | None:
-        return self._model.prompt_salt(seq.prompt_len)
+        """What a sequence's blocks depend on beside its tokens: what the model says, and whose they are."""
+        of_model = self._model.prompt_salt(seq.prompt_len)
+        if seq.salt is None:
+            return of_model
+        salt = seq.salt.encode(errors="surrogatepass")
+        return b"salt %d %d " % (len(salt), of_model is None) + salt + (of_model or b"")
 
     def _enter(self, seq: Sequence) -> None:
         self.moving = seq
