@@ -177,3 +177,25 @@ def test_priorities_through_llm() -> None:
             llm.generate(prompts, params, priority=1.5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="priority"):
             llm.generate(prompts, params, priority=[1])
+
+
+def test_salts_separate_tenants() -> None:
+    prompt = np.random.default_rng(0).integers(0, 320, 40).tolist()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(REFERENCE / "llama_gqa", num_kv_blocks=40, **EXACT) as llm:
+        found = []
+        for salt in (None, "a", "b", "a", None):
+            asked = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+            found.append(llm.generate(asked, params)[0].num_cached_tokens)
+        assert found == [0, 0, 0, 39, 39]
+        # together: only equal salts wait for each other
+        new = [prompt[::-1]] * 3
+        outputs = llm.generate(
+            [{"prompt_token_ids": p, "cache_salt": s} for p, s in zip(new, "xyx", strict=True)], params
+        )
+        assert [o.num_cached_tokens for o in outputs] == [0, 0, 39]
+        assert len({tuple(o.token_ids) for o in outputs}) == 1
+        for bad, error in (("", ValueError), (3, TypeError)):
+            with pytest.raises(error, match="cache_salt"):
+                llm.generate({"prompt_token_ids": prompt, "cache_salt": bad}, params)
+        assert_nothing_held(llm)

@@ -8,13 +8,12 @@ All calls on an ``LLM`` share one engine, and whoever steps it takes the request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.dispatch import Dispatcher
 from kvcore.engine.engine import Engine
-from kvcore.engine.intake import Marks
 from kvcore.engine.interfaces import FloatArray
 from kvcore.engine.logits import Constraint
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
@@ -24,7 +23,7 @@ from kvcore.lora import LoadedAdapters, LoRARequest
 from kvcore.outputs import BeamSearchOutput, RequestOutput
 from kvcore.progress import progress_bar
 from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
-from kvcore.prompts import Prompt, Prompts, is_batch
+from kvcore.prompts import Asked, Prompt, Prompts, check_salt, is_batch
 from kvcore.reply import Reply, Submission
 
 if TYPE_CHECKING:
@@ -213,7 +212,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of these. Texts
-                get the special tokens that the tokenizer's configuration says.
+                get the special tokens that the tokenizer's configuration says. A dict may have a "cache_salt": only
+                prompts with equal salts share blocks.
             params: for all prompts, or a list with one for each. None: ``SamplingParams()``, whatever the model's
                 generation_config.json says about temperature and the like.
             use_cache: False computes everything again for each token, as if there were no KV cache. The tokens are
@@ -238,10 +238,9 @@ class LLM:
             All are checked for every prompt before any runs. Whatever is raised, Ctrl-C included, ends the whole call
             and returns its blocks.
         """
-        asked = [(text, token_ids, ()) for text, token_ids in self._prompts.inputs(prompts)]
-        replies = self._run(
-            self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request), progress
-        )
+        asked = self._prompts.inputs(prompts)
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def chat(
@@ -256,6 +255,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         **template_values: Any,
     ) -> list[RequestOutput]:
@@ -268,6 +268,7 @@ class LLM:
             params, use_cache, progress, priority, timeout, callback, lora_request: as ``generate``.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt: end the prompt with the start of the assistant's turn.
+            cache_salt: whose conversations these are: only prompts with equal salts share blocks.
             template_values: further variables of the template, such as ``tools``.
 
         Returns:
@@ -283,10 +284,9 @@ class LLM:
             raise InvalidArgument("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(conversation, values) for conversation in conversations]
-        replies = self._run(
-            self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request), progress
-        )
+        asked = [self._conversation(conversation, values, cache_salt) for conversation in conversations]
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def beam_search(
@@ -311,10 +311,9 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
-        inputs = self._prompts.inputs(prompts)
+        asked = self._prompts.inputs(prompts)
         adapter = self._adapters.get(lora_request)
-        submissions = [Submission(text=text, token_ids=ids, params=params, adapter=adapter) for text, ids in inputs]
-        replies = self._run(submissions, progress)
+        replies = self._run([Submission(asked=each, params=params, adapter=adapter) for each in asked], progress)
         return [reply.beams() for reply in replies]
 
     def stream(
@@ -348,8 +347,7 @@ class LLM:
         inputs = self._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        asked = [(*inputs[0], ())]
-        return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
+        return self._stream(self._submissions(inputs, params, use_cache, priority, timeout, None, lora_request)[0])
 
     def stream_chat(
         self,
@@ -361,12 +359,13 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         **template_values: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation token by token: ``chat`` and ``stream`` in one."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(messages, values)]
+        asked = [self._conversation(messages, values, cache_salt)]
         return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
 
     def abort(self, request_id: str) -> None:
@@ -475,20 +474,21 @@ class LLM:
 
     # -- what calls ask for ---------------------------------------------------------------------------------------
 
-    def _conversation(self, messages: Any, template_values: dict[str, Any]) -> tuple[str, list[int], Marks]:
-        """The prompt of a conversation as text and token ids, and the marks in it."""
+    def _conversation(self, messages: Any, template_values: Mapping[str, Any], cache_salt: str | None = None) -> Asked:
+        """The prompt of a conversation, and the marks in it."""
+        salt = check_salt(cache_salt, "cache_salt")
         plain, marks = take_marks(messages)
         text = self.render_chat(plain, **template_values)
         token_ids = self._prompts.encode(text, add_special_tokens=False)
         if not marks:
-            return text, token_ids, ()
+            return Asked(text, token_ids, cache_salt=salt)
         places = [find_mark(mark, plain, text, lambda m: self.render_chat(m, **template_values)) for mark in marks]
         prefixes = [self._prompts.encode(text[:place], add_special_tokens=False) for place in places]
-        return text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens)
+        return Asked(text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens), salt)
 
     def _submissions(
         self,
-        asked: Sequence[tuple[str | None, Any, Marks]],
+        asked: list[Asked],
         params: Any,
         use_cache: bool = True,
         priority: int | list[int] = 0,
@@ -516,18 +516,16 @@ class LLM:
         adapters = [self._adapters.get(each) for each in wanted]
         return [
             Submission(
-                text=text,
-                token_ids=token_ids,
+                asked=prompt,
                 params=each,
                 use_cache=use_cache,
                 priority=rank,
                 timeout=timeout,
-                marks=marks,
                 make_constraint=self._constraint(each),
                 callback=callback,
                 adapter=adapter,
             )
-            for (text, token_ids, marks), each, rank, adapter in zip(
+            for prompt, each, rank, adapter in zip(
                 asked, self._prompts.params(params, len(asked)), priorities, adapters, strict=True
             )
         ]

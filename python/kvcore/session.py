@@ -74,7 +74,9 @@ class Session:
             inputs = self._prompts.inputs(prompt)
             if len(inputs) != 1:
                 raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-            new = list(inputs[0][1])
+            if inputs[0].cache_salt is not None:
+                raise InvalidArgument("prompt: expected no 'cache_salt': a session shares with nobody by salt")
+            new = list(inputs[0].token_ids)
         checked = self._llm._dispatcher.engine.check_request([*self._token_ids, *new], SamplingParams())
         self._token_ids = checked
 
@@ -121,7 +123,7 @@ class Session:
             template_values: of the chat template.
         """
         self._check(params, empty=True)
-        self._token_ids = self._llm._conversation(messages, template_values)[1]
+        self._token_ids = self._llm._conversation(messages, template_values).token_ids
         return self.generate(params)
 
     def fork(self) -> Session:

@@ -81,7 +81,6 @@ class Engine:
         self._model = model
         self._cache: Cache = model.cache
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._scheduler = Scheduler(
             model,
             max_num_seqs=max_num_seqs,
@@ -124,6 +123,7 @@ class Engine:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        salt: str | None = None,
         marks: Marks = (),
         make_constraint: Callable[[], Constraint] | None = None,
         adapter: Adapter | None = None,
@@ -142,6 +142,7 @@ class Engine:
                 are the same. Not for beam search.
             priority: smaller goes first, where the policy is "priority".
             timeout: seconds from now after which it is aborted, with the stop reason "timeout".
+            salt: only requests with equal salts share blocks.
             marks: prefixes of the prompt that the cache shall keep for a time of their own.
             make_constraint: makes the grammar that an answer must follow, a new one for each.
             adapter: changes the model for this request.
@@ -161,6 +162,7 @@ class Engine:
             use_cache=use_cache,
             arrival=self.metrics.num_requests,
             priority=priority,
+            salt=salt,
             marks=marks,
             make_constraint=make_constraint,
             adapter=adapter,
@@ -220,8 +222,8 @@ class Engine:
     def logits(self, token_ids: Any, adapter: Adapter | None = None) -> FloatArray:
         """The logits of every position, float32 [len(token_ids), vocab], in one go: nothing else runs meanwhile.
 
-        The tokens are computed in chunks of ``max_num_batched_tokens``. Nothing is read from the prefix cache or
-        left in it.
+        The tokens are computed in chunks of ``max_num_batched_tokens`` (or as many as a window's pool holds). Nothing
+        is read from the prefix cache or left in it.
 
         Raises:
             InvalidArgument, TypeError: as ``check_request``.
@@ -239,8 +241,8 @@ class Engine:
         handles: list[Any] = []
         try:
             handles.extend(map(partial(self._cache.add, use_prefix=False), (token_ids,)))  # as Scheduler._open
-            for start in range(0, total, self._max_num_batched_tokens):
-                n = min(self._max_num_batched_tokens, total - start)
+            for start in range(0, total, space.max_chunk):
+                n = min(space.max_chunk, total - start)
                 batch = self._cache.plan([(handles[0], n)])
                 positions = np.arange(start, start + n, dtype=np.int64)
                 ids = np.array(token_ids[start : start + n], np.int64)

@@ -189,7 +189,8 @@ class NextTokens:
             seq.adjust.accept(token_id)
         reason, stop_reason = self._end_reason(seq, token_id)
         if reason is None and not seq.use_cache:
-            self._scheduler.end_round(seq)
+            seq.num_reached = 0  # a new round, in which all is computed once more
+            self._scheduler.restart(seq)
         elif reason is None and seq.handles:
             self._cache.append(seq.handles[0], [token_id])
         return StepOutput(seq.request_id, token_id, result.logprobs, reason, stop_reason, index=seq.index)

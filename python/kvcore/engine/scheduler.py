@@ -139,9 +139,11 @@ class Scheduler:
         self._close(seq)
         seq.state = State.FINISHED
 
-    def end_round(self, seq: Sequence) -> None:
-        """Forget the keys and values of a running sequence that does without the cache; it starts over next step."""
-        seq.num_reached = 0
+    def restart(self, seq: Sequence) -> None:
+        """Forget what is stored of a running sequence; it is opened again in the next step, as what it is by then.
+
+        That is how sequences go on that do without the cache, and those whose block key has changed.
+        """
         self._close(seq)
 
     def free(self, handles: list[Handle]) -> None:
@@ -255,7 +257,12 @@ class Scheduler:
         return self._model.context_len(seq.prompt_len, len(seq.token_ids))
 
     def _salt(self, seq: Sequence) -> bytes | None:
-        return self._model.prompt_salt(self._context_len(seq))
+        """What a sequence's blocks depend on beside its tokens: what the model says, and whose they are."""
+        of_model = self._model.prompt_salt(self._context_len(seq))
+        if seq.salt is None:
+            return of_model
+        salt = seq.salt.encode(errors="surrogatepass")
+        return b"salt %d %d " % (len(salt), of_model is None) + salt + (of_model or b"")
 
     def _key(self, seq: Sequence) -> tuple[bytes | None, str | None]:
         return self._salt(seq), None if seq.adapter is None else seq.adapter.identity

@@ -38,6 +38,7 @@ class Sequence:
             model's length or the cache's capacity comes first.
         use_cache: False computes every token again for each new one.
         use_prefix: False neither reads nor leaves prefixes.
+        salt: whose it is: only sequences with equal salts share blocks.
         index: which of the request's answers.
         order: the policy's: smaller goes first.
         marks: (number of prompt tokens, seconds) that the cache is asked to keep.
@@ -72,6 +73,7 @@ class Sequence:
     generator: np.random.Generator | None
     metrics: RequestMetrics
     use_prefix: bool = True
+    salt: str | None = None
     index: int = 0
     order: tuple[int, ...] = (0,)
     marks: tuple[tuple[int, float | None], ...] = ()
