@@ -308,7 +308,10 @@ class Zeros:
         self.cache = cache
         self.spec = SimpleNamespace(vocab_size=100)
 
-    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
+    def context_len(self, prompt_len: int, length: int, /) -> int:
+        return prompt_len
+
+    def prompt_salt(self, context_len: int, /) -> bytes | None:
         return None
 
     def forward(self, batch: Any, ids: Any, positions: Any, lens: Any, rows: Any, /) -> Any:

@@ -74,6 +74,7 @@ class Dispatcher:
                         salt=submission.asked.cache_salt,
                         marks=submission.asked.marks,
                         make_constraint=submission.make_constraint,
+                        adapter=submission.adapter,
                     )
                 )
 

@@ -19,6 +19,7 @@ from kvcore.engine.logits import Constraint
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.errors import InvalidArgument
 from kvcore.loading import Options, Parts, load_parts, make_chat_template, parts_from_config
+from kvcore.lora import LoadedAdapters, LoRARequest
 from kvcore.outputs import BeamSearchOutput, RequestOutput
 from kvcore.progress import progress_bar
 from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
@@ -191,6 +192,7 @@ class LLM:
         self._prompts = Prompts(parts.tokenizer, parts.name)
         self._min_marked_tokens = options.prompt_cache_min_tokens
         self._grammars: Grammars | None = None
+        self._adapters = LoadedAdapters(lambda lora: self._decoder.adapter(lora))
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -204,6 +206,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several prompts; several decode together in one batch.
 
@@ -221,6 +224,7 @@ class LLM:
                 (``finish_reason`` "abort", ``stop_reason`` "timeout").
             callback: is called for each request with what is new of it after each step, as the items of ``stream``.
                 If it raises, that request is aborted, its output's ``error`` says why, and all others go on.
+            lora_request: an adapter for all prompts, or a list with one or None for each; others are not affected.
 
         Returns:
             One output per prompt, in order.
@@ -228,13 +232,15 @@ class LLM:
         Raises:
             InvalidArgument: an empty prompt, an id or a length that the model does not take, params that do not fit.
             OutOfBlocks: a prompt that could never fit into the cache.
+            CheckpointError: an adapter that is missing, damaged, not supported, or of another model.
             TypeError: prompts or params of the wrong type.
             InvalidState: logits that are no numbers, or a closed LLM.
             All are checked for every prompt before any runs. Whatever is raised, Ctrl-C included, ends the whole call
             and returns its blocks.
         """
         asked = self._prompts.inputs(prompts)
-        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def chat(
@@ -250,6 +256,7 @@ class LLM:
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         **template_values: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
@@ -258,7 +265,7 @@ class LLM:
             messages: a conversation, a list of {"role": ..., "content": ...}; or a list of conversations. A content is
                 a text or a list of blocks {"type": "text", "text": ...}. A message or block may have a
                 "cache_control", see ``kvcore.prompt_caching``.
-            params, use_cache, progress, priority, timeout, callback: as ``generate``.
+            params, use_cache, progress, priority, timeout, callback, lora_request: as ``generate``.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt: end the prompt with the start of the assistant's turn.
             cache_salt: whose conversations these are: only prompts with equal salts share blocks.
@@ -278,16 +285,22 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
         asked = [self._conversation(conversation, values, cache_salt) for conversation in conversations]
-        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def beam_search(
-        self, prompts: Prompt | list[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+        self,
+        prompts: Prompt | list[Prompt],
+        params: BeamSearchParams,
+        *,
+        progress: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[BeamSearchOutput]:
         """The most probable answers to each prompt, by beam search; beams share their blocks.
 
         Args:
-            prompts, progress: as ``generate``.
+            prompts, progress, lora_request: as ``generate``.
             params: width, length and penalty.
 
         Returns:
@@ -299,7 +312,8 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
         asked = self._prompts.inputs(prompts)
-        replies = self._run([Submission(asked=each, params=params) for each in asked], progress)
+        adapter = self._adapters.get(lora_request)
+        replies = self._run([Submission(asked=each, params=params, adapter=adapter) for each in asked], progress)
         return [reply.beams() for reply in replies]
 
     def stream(
@@ -310,6 +324,7 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt token by token.
 
@@ -318,7 +333,7 @@ class LLM:
         have computed of this request meanwhile comes with its next item.
 
         Args:
-            prompt, params, use_cache, priority, timeout: as ``generate``, one prompt.
+            prompt, params, use_cache, priority, timeout, lora_request: as ``generate``, one prompt.
 
         Yields:
             An output after each step, whose ``outputs[i].text`` and ``.token_ids`` are what is new. (Other calls
@@ -332,7 +347,7 @@ class LLM:
         inputs = self._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        return self._stream(self._submissions(inputs, params, use_cache, priority, timeout)[0])
+        return self._stream(self._submissions(inputs, params, use_cache, priority, timeout, None, lora_request)[0])
 
     def stream_chat(
         self,
@@ -345,12 +360,13 @@ class LLM:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         **template_values: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation token by token: ``chat`` and ``stream`` in one."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
         asked = [self._conversation(messages, values, cache_salt)]
-        return self._stream(self._submissions(asked, params, use_cache, priority, timeout)[0])
+        return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
 
     def abort(self, request_id: str) -> None:
         """End a request of any thread's call, with what it has until then (``finish_reason`` "abort").
@@ -361,7 +377,7 @@ class LLM:
         if reply is not None:
             self._dispatcher.abort(reply)
 
-    def logits(self, token_ids: Any) -> FloatArray:
+    def logits(self, token_ids: Any, *, lora_request: LoRARequest | None = None) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].
 
         Computed in chunks; nothing is read from the prefix cache or left in it, and no other call runs meanwhile.
@@ -371,8 +387,9 @@ class LLM:
             OutOfBlocks: the cache lacks the space, or running requests leave too little of it.
         """
         dispatcher = self._dispatcher
+        adapter = self._adapters.get(lora_request)
         with dispatcher.here, dispatcher.lock:
-            return dispatcher.engine.logits(token_ids)
+            return dispatcher.engine.logits(token_ids, adapter)
 
     def calibrate(self, prompts: Prompt | list[Prompt]) -> None:
         """Find static scales of an fp8 cache from what the model writes for some sample text.
@@ -477,6 +494,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        lora_request: Any = None,
     ) -> list[Submission]:
         if not isinstance(use_cache, bool):
             raise TypeError(f"use_cache: expected True or False, got {use_cache!r}")
@@ -492,6 +510,10 @@ class LLM:
         for value in priorities:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"priority: expected an integer or a list of them, got {value!r}")
+        wanted = list(lora_request) if isinstance(lora_request, (list, tuple)) else [lora_request] * len(asked)
+        if len(wanted) != len(asked):
+            raise InvalidArgument(f"lora_request: expected one for each of the {len(asked)} prompts, got {len(wanted)}")
+        adapters = [self._adapters.get(each) for each in wanted]
         return [
             Submission(
                 asked=prompt,
@@ -501,8 +523,11 @@ class LLM:
                 timeout=timeout,
                 make_constraint=self._constraint(each),
                 callback=callback,
+                adapter=adapter,
             )
-            for prompt, each, rank in zip(asked, self._prompts.params(params, len(asked)), priorities, strict=True)
+            for prompt, each, rank, adapter in zip(
+                asked, self._prompts.params(params, len(asked)), priorities, adapters, strict=True
+            )
         ]
 
     def _constraint(self, params: SamplingParams) -> Callable[[], Constraint] | None:

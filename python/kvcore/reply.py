@@ -28,6 +28,7 @@ class Submission:
     priority: int = 0
     timeout: float | None = None
     make_constraint: Callable[[], Constraint] | None = None
+    adapter: Any = None
     callback: Callable[[RequestOutput], Any] | None = None
 
 

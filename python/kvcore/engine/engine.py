@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from kvcore.engine import policy
-from kvcore.engine.batch import batch_rows
+from kvcore.engine.batch import adapter_rows, batch_rows
 from kvcore.engine.intake import Intake, Marks
-from kvcore.engine.interfaces import Cache, FloatArray, Model
+from kvcore.engine.interfaces import Adapter, Cache, FloatArray, Model
 from kvcore.engine.logits import Constraint
 from kvcore.engine.metrics import EngineMetrics
 from kvcore.engine.next_tokens import NextTokens, StepOutput
@@ -126,6 +126,7 @@ class Engine:
         salt: str | None = None,
         marks: Marks = (),
         make_constraint: Callable[[], Constraint] | None = None,
+        adapter: Adapter | None = None,
     ) -> Sequence:
         """Put a request in the queue.
 
@@ -144,6 +145,7 @@ class Engine:
             salt: only requests with equal salts share blocks.
             marks: prefixes of the prompt that the cache shall keep for a time of their own.
             make_constraint: makes the grammar that an answer must follow, a new one for each.
+            adapter: changes the model for this request.
 
         Returns:
             The sequence, which tells how far the request has got; others are its ``siblings``.
@@ -163,6 +165,7 @@ class Engine:
             salt=salt,
             marks=marks,
             make_constraint=make_constraint,
+            adapter=adapter,
         )
         first = sequences[0]
         self._requests[request_id] = sequences
@@ -216,7 +219,7 @@ class Engine:
                 raise
             raise
 
-    def logits(self, token_ids: Any) -> FloatArray:
+    def logits(self, token_ids: Any, adapter: Adapter | None = None) -> FloatArray:
         """The logits of every position, float32 [len(token_ids), vocab], in one go: nothing else runs meanwhile.
 
         The tokens are computed in chunks of ``max_num_batched_tokens`` (or as many as a window's pool holds). Nothing
@@ -243,8 +246,10 @@ class Engine:
                 batch = self._cache.plan([(handles[0], n)])
                 positions = np.arange(start, start + n, dtype=np.int64)
                 ids = np.array(token_ids[start : start + n], np.int64)
-                lens = np.full(n, total, np.int64)
-                result[start : start + n] = self._model.forward(batch, ids, positions, lens, positions - start)
+                lens = np.full(n, self._model.context_len(total, total), np.int64)
+                rows = positions - start
+                options = {} if adapter is None else {"adapters": [(adapter, rows)]}
+                result[start : start + n] = self._model.forward(batch, ids, positions, lens, rows, **options)
                 self._cache.commit(batch)
                 self.metrics.num_steps += 1
                 self.metrics.num_computed_tokens += n
@@ -283,7 +288,8 @@ class Engine:
                 seq.metrics.first_scheduled_time = now
                 metrics.num_cached_tokens += seq.num_cached_tokens
         rows = batch_rows(items)
-        logits = self._model.forward(scheduler.batch, *rows)
+        adapters = adapter_rows(items)
+        logits = self._model.forward(scheduler.batch, *rows, **({"adapters": adapters} if adapters else {}))
         self._cache.commit(scheduler.batch)
         for seq, n in items:
             recomputed = seq.num_recomputed_tokens

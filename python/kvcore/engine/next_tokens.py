@@ -112,7 +112,7 @@ class NextTokens:
             if not sibling.finished:  # else aborted meanwhile
                 sibling.handles.extend(map(self._cache.fork, seq.handles))
                 sibling.num_stored = sibling.num_reached = seq.num_stored
-                sibling.num_cached_tokens = seq.num_cached_tokens
+                sibling.num_cached_tokens, sibling.context_len = seq.num_cached_tokens, seq.context_len
                 sibling.metrics.first_scheduled_time = now
                 self._scheduler.start(sibling)
         return [sibling for sibling in siblings if not sibling.finished]
@@ -146,6 +146,7 @@ class NextTokens:
             seq.token_ids = [*token_ids, step.token_id]
             seq.handles[:] = [handle]
             seq.num_stored, seq.num_cached_tokens = first.num_stored, first.num_cached_tokens
+            seq.context_len = first.context_len
             seq.metrics.token(now)
             self._cache.append(handle, [step.token_id])
         for seq in running[len(steps) :]:
