@@ -149,15 +149,18 @@ class MockCache:
             out.append((np.cumsum(values * weights % _PRIME) % _PRIME)[row.start :])
         return np.concatenate(out)
 
-    def commit(self, batch: MockBatch) -> None:
+    def commit(self, batch: MockBatch, keep: list[Any] | None = None) -> None:
         self._call("commit")
         self._fresh(batch)
         if batch.committed:
             raise InvalidState("commit: batch is committed")
         batch.committed = True
-        for row in batch.rows:
+        for row, kept in zip(batch.rows, keep or [None] * len(batch.rows), strict=True):
             seq = row.seq
             seq.num_computed = row.start + row.len
+            if kept is not None:
+                assert list(kept) == list(range(len(kept)))
+                self._truncate(seq, row.start + len(kept))
             if seq.use_prefix:
                 for i in range(row.start // self.block_size, seq.num_computed // self.block_size):
                     if seq.blocks[i] not in self._key_of and self._key(seq, i) not in self._block_of:
@@ -183,7 +186,10 @@ class MockCache:
 
     def truncate(self, seq: MockSequence, num_tokens: int) -> None:
         self._call("truncate")
-        assert 1 <= num_tokens <= len(self._alive(seq).token_ids)
+        self._truncate(self._alive(seq), num_tokens)
+
+    def _truncate(self, seq: MockSequence, num_tokens: int) -> None:
+        assert 1 <= num_tokens <= len(seq.token_ids)
         del seq.token_ids[num_tokens:]
         seq.num_computed = min(seq.num_computed, num_tokens)
         while len(seq.blocks) > -(-seq.num_computed // self.block_size):

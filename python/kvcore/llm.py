@@ -66,6 +66,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         num_threads: int | None = None,
         seed: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Load a model.
 
@@ -103,6 +104,10 @@ class LLM:
                 first. A step of priority is worth 256 requests, so that nobody waits for ever.
             num_threads: threads of the kernels. None: one per core that the process may use.
             seed: makes requests without a seed reproducible, given the order of submission.
+            speculative_config: guesses next tokens from what a text repeats of itself, to compute several in a step:
+                {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}: the
+                last 4 to 2 tokens are looked up, and up to 4 guessed. Answers are the same to the token; those that
+                repeat much come faster, others no slower but for a few rows. None: off.
 
         Raises:
             CheckpointError: the model's files are bad, missing or not supported.
@@ -128,6 +133,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             num_threads=num_threads,
             seed=seed,
+            speculative_config=speculative_config,
         )
         self._assemble(load_parts(model, options), options)
 
@@ -189,6 +195,7 @@ class LLM:
             scheduling_policy=options.scheduling_policy,
             enable_prefix_caching=options.enable_prefix_caching,
             seed=options.seed,
+            speculation=options.speculative_config,
         )
         self._dispatcher = Dispatcher(self._engine, parts.tokenizer)
         self._prompts = Prompts(parts.tokenizer, parts.name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.engine.speculation import SpeculativeConfig
 from kvcore.errors import InvalidArgument
 from kvcore.memory import available_memory
 
@@ -69,6 +70,7 @@ class Options:
     scheduling_policy: str = "fcfs"
     num_threads: int | None = None
     seed: int | None = None
+    speculative_config: Any = None  # a dict; a SpeculativeConfig as soon as it is checked
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _name("dtype", self.dtype, WEIGHT_DTYPES))
@@ -87,6 +89,8 @@ class Options:
         _name("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         if self.seed is not None:
             _check_integer("seed", self.seed, 0)
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.from_dict(self.speculative_config))
         if self.block_size % 16 != 0:
             raise InvalidArgument(f"block_size: expected a multiple of 16, got {self.block_size}")
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:

@@ -25,6 +25,9 @@ _COUNTERS = {
     "recomputed_tokens": ("num_recomputed_tokens", "Those computed again after a preemption"),
     "cached_tokens": ("num_cached_tokens", "Prompt tokens that were found in the prefix cache"),
     "engine_steps": ("num_steps", "Forward passes"),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Drafts of speculative decoding"),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of drafts"),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("ttft", "Seconds from arrival to the first token"),

@@ -20,11 +20,11 @@ def batch_rows(items: list[Item]) -> tuple[IntArray, IntArray, IntArray, IntArra
         if seq.prompt_logprobs is not None:
             offset = len(token_ids) - start
             logit_rows += [offset + position for position in prompt_rows(seq, start, end)]
-        token_ids += seq.token_ids[start:end]
+        token_ids += seq.token_ids[start:end] + seq.draft
         positions += range(start, end)
         context_lens += [seq.context_len] * n
-        if end == len(seq.token_ids):
-            logit_rows.append(len(token_ids) - 1)
+        if end >= len(seq.token_ids):  # the last token's row, and those of a draft
+            logit_rows += range(len(token_ids) - 1 - len(seq.draft), len(token_ids))
     return (
         np.array(token_ids, np.int64),
         np.array(positions, np.int64),

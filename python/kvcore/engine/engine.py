@@ -2,8 +2,12 @@
 
     step():  items  = scheduler.schedule()               who goes into the batch, with how many tokens, and their slots
              logits = model.forward(batch, ...)          writes and reads the cache layer by layer
-             cache.commit(batch)                         the tokens now have keys and values
-             for each sequence whose known tokens are all stored: sample the next one, append it or end
+             for each sequence whose known tokens are all computed: sample the next one, and along its draft
+             cache.commit(batch)                         the tokens now have keys and values; rejected drafts are undone
+             for each that has a next token: append it or end
+
+A sequence whose draft was right has more tokens than one then (``speculation.py``). It gets one in each step all the
+same: steps compute nothing as long as there are such tokens. So whoever follows a request sees what it always sees.
 
 A request is one sequence, or ``n`` that fork when the prompt has been computed, or the beams of a search. It ends with
 "stop" (an end-of-sequence id, a stop token id or a stop string), "length" or "abort" (by the caller, or because its
@@ -32,6 +36,7 @@ from kvcore.engine.next_tokens import NextTokens, StepOutput
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Sequence
+from kvcore.engine.speculation import SpeculativeConfig
 from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 
 
@@ -50,6 +55,7 @@ class Engine:
         reservation: str = "known",
         enable_prefix_caching: bool = True,
         seed: int | None = None,
+        speculation: SpeculativeConfig | None = None,
     ) -> None:
         """Make an engine.
 
@@ -64,6 +70,7 @@ class Engine:
                 contiguous memory, for comparison (``policy.reservation``).
             enable_prefix_caching: whether the cache shares prefixes, so that equal prompts are worth waiting for.
             seed: where requests without a seed get theirs from; None: from entropy.
+            speculation: how next tokens are guessed, to compute several in a step; None: not at all.
 
         Raises:
             InvalidArgument: a limit below 1, an unknown policy or reservation.
@@ -97,6 +104,7 @@ class Engine:
             scheduling_policy=scheduling_policy,
             mark_prefixes=enable_prefix_caching,
             seed=seed,
+            speculation=speculation,
         )
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines: dict[str, float] = {}
@@ -271,39 +279,58 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         outputs = self._expire() if self._deadlines else []
         scheduler, metrics = self._scheduler, self.metrics
-        try:
-            items = scheduler.schedule()
-        except OutOfBlocks as error:
-            if scheduler.moving is not None or not scheduler.running:
-                raise
-            return outputs + self._end_stuck(scheduler.running[0], error)
-        if not items:
-            if scheduler.waiting and not scheduler.running:
-                # nothing here will ever make room for it
-                outputs += self._end_stuck(scheduler.waiting[0])
-            return outputs
-        now = time.perf_counter()
-        for seq, _ in items:
-            if seq.metrics.first_scheduled_time is None:
-                seq.metrics.first_scheduled_time = now
-                metrics.num_cached_tokens += seq.num_cached_tokens
-        rows = batch_rows(items)
-        adapters = adapter_rows(items)
-        logits = self._model.forward(scheduler.batch, *rows, **({"adapters": adapters} if adapters else {}))
-        self._cache.commit(scheduler.batch)
-        for seq, n in items:
+        if not scheduler.ahead():
+            try:
+                scheduler.schedule()
+            except OutOfBlocks as error:
+                if scheduler.moving is not None or not scheduler.running:
+                    raise
+                return outputs + self._end_stuck(scheduler.running[0], error)
+            if not scheduler.items:
+                if scheduler.waiting and not scheduler.running:
+                    # nothing here will ever make room for it
+                    outputs += self._end_stuck(scheduler.waiting[0])
+                return outputs
+            self._compute()
+        for seq, n in scheduler.items:
             recomputed = seq.num_recomputed_tokens
             seq.store(n)
             metrics.num_recomputed_tokens += seq.num_recomputed_tokens - recomputed
-        metrics.num_computed_tokens += len(rows[0])
+            metrics.num_computed_tokens += n
         metrics.num_preemptions = scheduler.num_preemptions
-        metrics.num_steps += 1
-        taken = self._next_tokens.take(items, logits, self._requests)
+        taken = self._next_tokens.take(scheduler.items, self._requests)
         for output in taken:
             if output.finish_reason is not None or output.error is not None:
                 seq = self._requests[output.request_id][output.index]
                 self._end(seq, output.finish_reason, output.stop_reason, output.error)
         return outputs + taken
+
+    def _compute(self) -> None:
+        """Run the model on the batch, and sample; drafts are behind us then."""
+        scheduler, metrics = self._scheduler, self.metrics
+        now = time.perf_counter()
+        for seq, _ in scheduler.items:
+            if seq.metrics.first_scheduled_time is None:
+                seq.metrics.first_scheduled_time = now
+                metrics.num_cached_tokens += seq.num_cached_tokens
+        rows = batch_rows(scheduler.items)
+        adapters = adapter_rows(scheduler.items)
+        logits = self._model.forward(scheduler.batch, *rows, **({"adapters": adapters} if adapters else {}))
+        metrics.num_steps += 1
+        self._next_tokens.sample(scheduler.items, logits)
+        drafted = [seq for seq, _ in scheduler.items if seq.draft]
+        if not drafted:
+            self._cache.commit(scheduler.batch)
+            return
+        # as many rows as tokens were sampled: the last token's, and those of the accepted part of the draft
+        keep = [range(len(seq.ahead)) if seq.draft else None for seq, _ in scheduler.items]
+        self._cache.commit(scheduler.batch, keep)
+        scheduler.items = [(seq, n - len(seq.draft)) for seq, n in scheduler.items]
+        for seq in drafted:
+            metrics.draft(len(seq.draft), len(seq.ahead) - 1)
+            assert seq.drafts is not None
+            seq.drafts.judge(len(seq.ahead) - 1, len(seq.token_ids))
+            seq.draft = []
 
     # -- how they end -----------------------------------------------------------------------------------------------
 

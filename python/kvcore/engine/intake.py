@@ -17,6 +17,7 @@ from kvcore.engine.sampler import make_generator
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.engine.sequence import Sequence
 from kvcore.engine.space import Space
+from kvcore.engine.speculation import Drafts, SpeculativeConfig
 from kvcore.errors import InvalidArgument, OutOfBlocks
 
 Marks = tuple[tuple[int, float | None], ...]
@@ -40,6 +41,7 @@ class Intake:
         scheduling_policy: str,
         mark_prefixes: bool,
         seed: int | None,
+        speculation: SpeculativeConfig | None = None,
     ) -> None:
         self._space = space
         self.vocab_size = vocab_size
@@ -49,6 +51,7 @@ class Intake:
         self._policy = scheduling_policy
         self._mark_prefixes = mark_prefixes
         self._seed = seed
+        self._speculation = speculation
 
     def check(self, prompt_token_ids: Any, params: SamplingParams | BeamSearchParams) -> list[int]:
         """Say whether a request can be answered, and return its prompt as a list.
@@ -133,6 +136,7 @@ class Intake:
                 adjust=self._adjuster(sampling, token_ids, make_constraint),
                 logprobs=None if sampling.logprobs is None else [],
                 adapter=adapter,
+                drafts=self._drafts(use_cache and beams == 1),
             )
             sequences.append(seq)
         first = sequences[0]
@@ -161,6 +165,9 @@ class Intake:
         # separate streams: a request seeded with 7 is not the LLM seeded with 7, and each answer has its own
         key = (1, arrival) if params.seed is None else (0,)
         return make_generator(self._seed if params.seed is None else params.seed, *key, *([index] if index else []))
+
+    def _drafts(self, useful: bool) -> Drafts | None:
+        return Drafts(self._speculation) if useful and self._speculation is not None else None
 
     def _adjuster(
         self, params: SamplingParams, prompt: list[int], make_constraint: Callable[[], Constraint] | None

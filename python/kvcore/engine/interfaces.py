@@ -57,8 +57,12 @@ class Cache(Protocol):
         """Take slots for the next n tokens of each ``(handle, n)``, all or nothing."""
         ...
 
-    def commit(self, batch: Any, /) -> None:
-        """Mark a batch's tokens as computed."""
+    def commit(self, batch: Any, keep: Any = None, /) -> None:
+        """Mark a batch's tokens as computed; of an item with a list in ``keep`` only these rows, others are undone."""
+        ...
+
+    def truncate(self, seq: Any, num_tokens: int, /) -> None:
+        """Keep the first ``num_tokens`` tokens of a sequence."""
         ...
 
     def fork(self, seq: Any, /) -> Any:

@@ -125,6 +125,9 @@ class EngineMetrics:
         num_recomputed_tokens: those of them that had done so before their request was preempted.
         num_cached_tokens: token positions whose keys and values were found in the prefix cache instead.
         num_preemptions: how often a request had to give its blocks back before its end.
+        spec_decode_num_drafts: drafts that were computed.
+        spec_decode_num_draft_tokens: their tokens. Those that were rejected are in no other count.
+        spec_decode_num_accepted_tokens: those of them that were what was sampled.
         histograms: by name, of ended requests: queue_time, ttft, tpot, e2e_time (seconds), prompt_tokens and
             generation_tokens; and inter_token_latency of their tokens.
     """
@@ -138,6 +141,9 @@ class EngineMetrics:
     num_recomputed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
     histograms: Mapping[str, Histogram] = field(
         default_factory=lambda: {
             "queue_time": Histogram(),
@@ -166,6 +172,12 @@ class EngineMetrics:
         self.histograms["generation_tokens"].add(generation_tokens)
         for latency in inter_token_latencies:
             self.histograms["inter_token_latency"].add(latency)
+
+    def draft(self, num_tokens: int, num_accepted: int) -> None:
+        """Count a draft that was computed."""
+        self.spec_decode_num_drafts += 1
+        self.spec_decode_num_draft_tokens += num_tokens
+        self.spec_decode_num_accepted_tokens += num_accepted
 
     def snapshot(self) -> dict[str, Any]:
         """All counts as a dict of copies."""

@@ -1,11 +1,16 @@
 """From the logits of a batch to the next token of each sequence, and to what becomes of it then.
 
-    for each sequence of the batch whose known tokens are all stored:
-        one answer:       sample; append the token, or end
-        n answers:        fork the handle for each, sample a first token for each; from then on each is on its own
-        beams:            offer the best continuations; when all beams have: choose, and reorder the handles
+    sample, before the batch is committed; for each sequence whose known tokens are all computed:
+        one answer:       sample; while that is the next token of its draft: sample from the row behind it
+        n answers:        sample a first token for each
+        beams:            offer the best continuations
+    take, when the tokens are stored:
+        one answer:       append the token, or end
+        n answers:        fork the handle for each; from then on each is on its own
+        beams:            when all beams have offered: choose, and reorder the handles
 
-Nothing is ended here: outputs say what is to end, and the engine does it.
+A token is known here with all that it does (``StepOutput``) before its sequence has it. Nothing is ended here: outputs
+say what is to end, and the engine does it.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ class StepOutput:
         stop_reason: what stopped it, see ``Sequence``.
         error: what ended it, if it could not go on.
         index: which of the request's answers.
+        logprob: of the token, where answers are compared.
     """
 
     request_id: str
@@ -45,6 +51,7 @@ class StepOutput:
     stop_reason: int | str | None = None
     error: KvcoreError | None = None
     index: int = 0
+    logprob: float = 0.0
 
 
 class NextTokens:
@@ -66,39 +73,55 @@ class NextTokens:
         self._metrics = metrics
         self._eos_token_ids = eos_token_ids
 
-    def take(self, items: list[Item], logits: FloatArray, requests: Mapping[str, list[Sequence]]) -> list[StepOutput]:
-        """Give every sequence whose tokens are all stored its next one. The caller ends those whose outputs say so.
+    def sample(self, items: list[Item], logits: FloatArray) -> None:
+        """Find the next token of every sequence that this batch completes, and along its draft; see ``Sequence.ahead``.
 
         Args:
-            items: the batch, its tokens noted as stored.
+            items: the batch, not noted as stored yet.
             logits: float32 [rows that ``batch_rows`` asked for, vocab].
-            requests: the sequences of each request.
         """
         takers: list[Sequence] = []
         rows: list[int] = []
-        searches: dict[str, BeamSearch] = {}
         row = 0
         for seq, n in items:
             if seq.prompt_logprobs is not None:
                 row = self._take_prompt_logprobs(seq, n, logits, row)
-            if seq.num_stored < len(seq.token_ids):
+            if seq.num_stored + n < len(seq.token_ids):
                 continue
             if seq.search is not None:
                 seq.search.offer(seq.index, logits[row])
-                searches[seq.request_id] = seq.search
             else:
-                answers = [seq, *self._fork(seq)] if seq.siblings else [seq]
+                answers = [seq, *(sibling for sibling in seq.siblings if not sibling.finished)]
                 takers += answers
                 rows += [row] * len(answers)
-            row += 1
-        outputs: list[StepOutput] = []
-        if takers:
+            row += 1 + len(seq.draft)
+        while takers:
             chosen = logits if len(rows) == len(logits) and rows == list(range(len(rows))) else logits[rows]
             sampled = sample(
                 chosen, [s.params for s in takers], [s.generator for s in takers], [s.adjust for s in takers]
             )
-            now = time.perf_counter()
-            outputs = [self._accept(seq, result, now) for seq, result in zip(takers, sampled, strict=True)]
+            right = [self._is_drafted(seq, result) for seq, result in zip(takers, sampled, strict=True)]
+            rows = [row + 1 for row, goes_on in zip(rows, right, strict=True) if goes_on]
+            takers = [seq for seq, goes_on in zip(takers, right, strict=True) if goes_on]
+
+    def take(self, items: list[Item], requests: Mapping[str, list[Sequence]]) -> list[StepOutput]:
+        """Give every sequence whose tokens are all stored its next one. The caller ends those whose outputs say so.
+
+        Args:
+            items: the batch, its tokens noted as stored.
+            requests: the sequences of each request.
+        """
+        takers: list[Sequence] = []
+        searches: dict[str, BeamSearch] = {}
+        for seq, _ in items:
+            if seq.num_stored < len(seq.token_ids):
+                continue
+            if seq.search is not None:
+                searches[seq.request_id] = seq.search
+            else:
+                takers += [seq, *self._fork(seq)] if seq.siblings else [seq]
+        now = time.perf_counter()
+        outputs = [self._accept(seq, now) for seq in takers]
         for request_id, search in searches.items():
             if search.ready:
                 outputs += self._next_beams(requests[request_id], search)
@@ -162,40 +185,53 @@ class NextTokens:
         return []
 
     def _take_prompt_logprobs(self, seq: Sequence, n: int, logits: FloatArray, row: int) -> int:
-        """Note those of the prompt's tokens whose rows this step has computed; returns the row behind them."""
+        """Note those of the prompt's tokens whose rows are in this batch; returns the row behind them."""
         assert seq.prompt_logprobs is not None
         assert seq.params.prompt_logprobs is not None
-        for position in prompt_rows(seq, seq.num_stored - n, seq.num_stored):
+        for position in prompt_rows(seq, seq.num_stored, seq.num_stored + n):
             token = seq.token_ids[position + 1]
             seq.prompt_logprobs.append(logprobs(logits[row], token, seq.params.prompt_logprobs))
             row += 1
         return row
 
-    def _accept(self, seq: Sequence, result: Sampled | KvcoreError, now: float) -> StepOutput:
-        """Give a sequence its next token, and end it or make it ready for the one after."""
+    def _is_drafted(self, seq: Sequence, result: Sampled | KvcoreError) -> bool:
+        """Note what was sampled behind all that is known, and say whether the draft was right and goes on."""
+        place = len(seq.ahead)
         if isinstance(result, KvcoreError):
-            error = InvalidState(f"request {seq.request_id!r}, token {seq.num_generated}: {result}")
-            return StepOutput(seq.request_id, error=error, index=seq.index)
+            error = InvalidState(f"request {seq.request_id!r}, token {seq.num_generated + place}: {result}")
+            seq.ahead.append(StepOutput(seq.request_id, error=error, index=seq.index))
+            return False
         token_id = result.token_id
+        if seq.adjust is not None:
+            seq.adjust.accept(token_id)
+        reason, stop_reason = self._end_reason(seq, token_id, seq.num_generated + place + 1)
+        seq.ahead.append(
+            StepOutput(seq.request_id, token_id, result.logprobs, reason, stop_reason, None, seq.index, result.logprob)
+        )
+        return reason is None and place < len(seq.draft) and seq.draft[place] == token_id
+
+    def _accept(self, seq: Sequence, now: float) -> StepOutput:
+        """Give a sequence its next token, and make it ready for the one after."""
+        output = seq.ahead.pop(0)
+        token_id = output.token_id
+        if token_id is None:
+            return output
         if seq.index == 0 and seq.metrics.first_token_time is None:
             self._metrics.num_prompt_tokens += seq.prompt_len
         self._metrics.num_generation_tokens += 1
         seq.metrics.token(now)
-        if seq.logprobs is not None and result.logprobs is not None:
-            seq.logprobs.append(result.logprobs)
-        seq.cumulative_logprob += result.logprob
+        if seq.logprobs is not None and output.logprobs is not None:
+            seq.logprobs.append(output.logprobs)
+        seq.cumulative_logprob += output.logprob
         seq.token_ids.append(token_id)
-        if seq.adjust is not None:
-            seq.adjust.accept(token_id)
-        reason, stop_reason = self._end_reason(seq, token_id)
-        if reason is None and not seq.use_cache:
+        if output.finish_reason is None and not seq.use_cache:
             seq.num_reached = 0  # a new round, in which all is computed once more
             self._scheduler.restart(seq)
-        elif reason is None and seq.handles:
+        elif output.finish_reason is None and seq.handles and not seq.ahead:  # else the cache has it, from the draft
             self._cache.append(seq.handles[0], [token_id])
-        return StepOutput(seq.request_id, token_id, result.logprobs, reason, stop_reason, index=seq.index)
+        return output
 
-    def _end_reason(self, seq: Sequence, token_id: int) -> tuple[str | None, int | None]:
+    def _end_reason(self, seq: Sequence, token_id: int, count: int) -> tuple[str | None, int | None]:
         params = seq.params
         if token_id in self._eos_token_ids and not params.ignore_eos:
             return "stop", None
@@ -204,4 +240,4 @@ class NextTokens:
         if seq.adjust is not None and seq.adjust.finished:
             seq.last_is_text = True
             return "stop", None
-        return ("length" if seq.num_generated >= seq.max_new_tokens else None), None
+        return ("length" if count >= seq.max_new_tokens else None), None

@@ -8,6 +8,10 @@
         cache.plan(all of these)
         if it lacks blocks:  preempt the running sequence that is last in order, let nobody in, and choose again
 
+With speculative decoding (``speculation.py``) the rows that are left in a batch go to drafts of the sequences that
+decode. A draft takes no block that a running sequence needs for the tokens it has, and if the batch lacks blocks with
+drafts, it goes without them before anybody is preempted.
+
 The queue and the running sequences are in the policy's order (``policy.py``). Space in the cache decides who is let in:
 the blocks of all tokens that are *known now* must be there, beside those that running sequences still need for theirs,
 and one in twenty must stay free for them to grow. So blocks can run out while answers grow. Then the last in order
@@ -105,16 +109,24 @@ class Scheduler:
             OutOfBlocks: the only running sequence lacks blocks, which others than this scheduler hold.
         """
         self._choose(admit=True)
+        self._draft()
         while self.items:
             try:
                 self.batch = self._cache.plan([(seq.handles[0], n) for seq, n in self.items])
                 break
             except OutOfBlocks:
+                if self._drop_drafts():
+                    continue
                 last = self.running[-1]
                 if all(seq in last.unit for seq in self.running):
                     raise
                 self.preempt(last)
                 self._choose(admit=False)
+        return self.items
+
+    def ahead(self) -> list[Item]:
+        """The sequences whose next tokens have been sampled already: a batch with nothing to compute."""
+        self.items = [(seq, 1) for seq in self.running if seq.ahead]
         return self.items
 
     def preempt(self, seq: Sequence) -> None:
@@ -184,6 +196,41 @@ class Scheduler:
             n = min(n, _PROMPT_LOGPROB_ROWS)
         self.items.append((seq, n))
         return n
+
+    def _draft(self) -> None:
+        """Let sequences that decode try their drafts, as far as the batch has rows left."""
+        left = self._max_num_batched_tokens - sum(n for _, n in self.items)
+        room: int | None = None
+        for i, (seq, n) in enumerate(self.items):
+            length = len(seq.token_ids)
+            if seq.drafts is None or seq.num_generated == 0 or length - seq.num_stored > 1:
+                continue
+            # a token is sampled behind the last row as well
+            most = min(left, self.space.max_chunk - n, seq.max_new_tokens - seq.num_generated - 1)
+            draft = seq.drafts.propose(seq.token_ids, most)
+            while draft and self._model.context_len(seq.prompt_len, length + len(draft)) != seq.context_len:
+                draft.pop()
+            blocks = self.space.blocks(length + len(draft)) - self.space.blocks(length)
+            if blocks:
+                room = min(self.room()) if room is None else room
+                if blocks > room:
+                    del draft[-length % self.space.block_size :]
+                else:
+                    room -= blocks
+            if draft:
+                seq.draft = draft
+                self.items[i] = seq, n + len(draft)
+                left -= len(draft)
+                self._cache.append(seq.handles[0], draft)
+
+    def _drop_drafts(self) -> bool:
+        """Do without drafts in this step; whether there were any."""
+        drafted = [seq for seq, _ in self.items if seq.draft]
+        self.items = [(seq, n - len(seq.draft)) for seq, n in self.items]
+        for seq in drafted:
+            self._cache.truncate(seq.handles[0], len(seq.token_ids))
+            seq.draft = []
+        return bool(drafted)
 
     def _admit(self, budget: int) -> None:
         place = 0

@@ -16,6 +16,8 @@ from kvcore.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from kvcore.engine.beams import BeamSearch
     from kvcore.engine.logits import Adjuster
+    from kvcore.engine.next_tokens import StepOutput
+    from kvcore.engine.speculation import Drafts
 
 
 class State(enum.Enum):
@@ -48,6 +50,11 @@ class Sequence:
         seats: how many of ``max_num_seqs`` it counts for: also those of its siblings until they begin.
         search: the beam search that it is a beam of.
         adapter: the adapter that it asks for.
+        drafts: makes its drafts; None if it does without.
+        draft: tokens that this step computes behind ``token_ids``, because they may be the next ones. The cache knows
+            them already.
+        ahead: next tokens that were sampled from rows that are computed, and are not in ``token_ids`` yet: each step
+            gives it one. More than one only behind an accepted draft.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         context_len: the length that its stored keys follow, see ``Model.context_len``.
@@ -83,6 +90,9 @@ class Sequence:
     seats: int = 1
     search: BeamSearch | None = None
     adapter: Adapter | None = None
+    drafts: Drafts | None = None
+    draft: list[int] = field(default_factory=list)
+    ahead: list[StepOutput] = field(default_factory=list)
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
     context_len: int = 0
