@@ -305,6 +305,7 @@ class MockDecoder:
         dynamic: what is stored depends on the prompt's length as well, as with dynamic rope beyond its limit.
         long_from: what is stored depends on whether the sequence has so many tokens by now, as with longrope.
         script: tokens by position that get all the weight, to steer what is generated.
+        habit: what is added to the logit of one token that follows from the last one alone, so that texts repeat.
     """
 
     def __init__(
@@ -315,12 +316,14 @@ class MockDecoder:
         dynamic: bool = False,
         long_from: int | None = None,
         script: dict[int, int] | None = None,
+        habit: float = 0.0,
     ) -> None:
         self.cache = cache
         self.spec = SimpleNamespace(vocab_size=vocab_size)
         self.dynamic = dynamic
         self.long_from = long_from
         self.script = script or {}
+        self.habit = habit
         self.fail: Callable[[], None] | None = None
         self.edit: Callable[[np.ndarray, np.ndarray], None] | None = None  # (logits, positions of their rows)
         self.batches: list[list[int]] = []
@@ -355,6 +358,7 @@ class MockDecoder:
         mixed = (digests[:, None] * (2 * columns + 1) + columns * 69_069) % _PRIME
         mixed = (mixed ^ (mixed >> 15)) * 48_271 % _PRIME
         logits = (mixed % 4_096 / 1_024).astype(np.float32)
+        logits[np.arange(len(logits)), (token_ids[logit_rows] * 5 + 3) % self.spec.vocab_size] += np.float32(self.habit)
         for row, position in zip(logits, positions[logit_rows].tolist(), strict=True):
             if position in self.script:
                 row[self.script[position]] += 100.0

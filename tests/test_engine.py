@@ -30,9 +30,10 @@ def make(
     dynamic: bool = False,
     long_from: int | None = None,
     script: dict[int, int] | None = None,
+    habit: float = 0.0,
     **options: Any,
 ) -> Engine:
-    decoder = MockDecoder(MockCache(num_blocks), dynamic=dynamic, long_from=long_from, script=script)
+    decoder = MockDecoder(MockCache(num_blocks), dynamic=dynamic, long_from=long_from, script=script, habit=habit)
     return Engine(decoder, **{"eos_token_ids": [EOS], **options})
 
 
@@ -474,6 +475,9 @@ def test_the_scheduler_costs_little() -> None:
 class Machine(RuleBasedStateMachine):
     """Arrivals, aborts, steps and failures in any order, in a pool that is always too small."""
 
+    habit = 0.0
+    options: dict[str, Any] = {}  # noqa: RUF012
+
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[tuple[list[Sequence], list[int], Any, bool]] = []
@@ -490,7 +494,7 @@ class Machine(RuleBasedStateMachine):
     def start(
         self, num_blocks: int, budget: int, seats: int, dynamic: bool, long_from: int | None, policy: str
     ) -> None:
-        self.rope: dict[str, Any] = {"dynamic": dynamic, "long_from": long_from}
+        self.rope: dict[str, Any] = {"dynamic": dynamic, "long_from": long_from, "habit": self.habit}
         self.num_blocks = num_blocks
         self.seats = seats
         self.engine = make(
@@ -499,6 +503,7 @@ class Machine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_num_seqs=seats,
             scheduling_policy=policy,
+            **self.options,
         )
         self.cache = cache_of(self.engine)
 
@@ -549,7 +554,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         where=st.sampled_from(
-            ["add", "plan", "write", "attend", "commit", "append", "fork", "reorder", "free", "forward"]
+            ["add", "plan", "write", "attend", "commit", "append", "truncate", "fork", "reorder", "free", "forward"]
         ),
         error=st.sampled_from([RuntimeError, KeyboardInterrupt, OutOfBlocks]),
         after=st.integers(0, 2),

@@ -41,6 +41,13 @@ def talking(llm: LLM) -> Any:
             return [twin.generate(GREEDY, progress=False).token_ids, len(session)]
 
 
+def speculating(llm: LLM) -> Any:
+    before = llm.stats()["spec_decode_num_accepted_tokens"]
+    outputs = llm.generate([[i] * 9 for i in range(3)], GREEDY, progress=False)
+    assert llm.stats()["spec_decode_num_accepted_tokens"] > before
+    return [o.token_ids for o in outputs]
+
+
 def calling(llm: LLM) -> Any:
     seen: list[int] = []
     outputs = llm.generate(
@@ -50,9 +57,12 @@ def calling(llm: LLM) -> Any:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the trace function for itself")
-@pytest.mark.parametrize("work", [preempting, forking, searching, talking, calling])
+@pytest.mark.parametrize("work", [preempting, forking, searching, talking, calling, speculating])
 def test_ctrl_c_at_any_byte_code(work: Callable[[LLM], Any]) -> None:
-    llm = make(10, tokenizer=MockTokenizer(), max_num_batched_tokens=16, max_num_seqs=6)
+    options: dict[str, Any] = {}
+    if work is speculating:
+        options = {"script": dict.fromkeys(range(50), 7), "speculative_config": {"num_speculative_tokens": 3}}
+    llm = make(10, tokenizer=MockTokenizer(), max_num_batched_tokens=16, max_num_seqs=6, **options)
     session_like = work is talking
 
     def run(count: int) -> int:

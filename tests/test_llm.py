@@ -528,6 +528,8 @@ def test_close() -> None:
         ({"swap_space": -1}, InvalidArgument, "swap_space"),
         ({"swap_space": 1.5}, TypeError, "swap_space"),
         ({"prompt_cache_min_tokens": -1}, InvalidArgument, "prompt_cache_min_tokens"),
+        ({"speculative_config": "ngram"}, TypeError, "speculative_config: expected None or a dict, got str"),
+        ({"speculative_config": {}}, InvalidArgument, "speculative_config.num_speculative_tokens"),
     ],
 )
 def test_options_are_checked_before_anything_is_read(options: Any, error: type[Exception], match: str) -> None:
