@@ -15,7 +15,7 @@ from kvcore.engine.sequence import Sequence
 from kvcore.engine.speculation import Drafts, SpeculativeConfig
 from kvcore.errors import InvalidArgument
 from mocks import MockTokenizer
-from models import EXACT, REFERENCE, assert_nothing_held
+from models import EXACT, REFERENCE
 from test_engine import Machine, cache_of, decoder_of, finish, generated, make
 from test_llm import make as make_llm
 from test_llm import talker
@@ -369,5 +369,6 @@ def test_real_models(name: str) -> None:
             assert (llm.stats()["spec_decode_num_draft_tokens"] > 0) == (config is not None)
             assert (accepted(llm) > 0) == (config is not None)
             assert (llm.stats()["num_preemptions"] > 0) == (blocks == 9)
-            assert_nothing_held(llm)
+            llm.cache.check()
+            assert llm.stats()["cache"]["used"] == llm.stats()["cache"]["num_sequences"] == 0
     assert all(result == results[0] for result in results)
