@@ -57,6 +57,9 @@ _Temperature = Annotated[float, typer.Option(help="0 takes the most probable tok
 _TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that add up to this.")]
 _TopK = Annotated[int, typer.Option(help="Sample from so many of the most probable tokens; 0: all.")]
 _Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+_Speculative = Annotated[
+    int, typer.Option(help="Guess so many tokens ahead from what the text repeats; the answer is the same. 0: none.")
+]
 _Threads = Annotated[int | None, typer.Option(help="Threads; by default one per core.", show_default=False)]
 
 
@@ -128,6 +131,7 @@ def generate(
     live: Annotated[
         bool, typer.Option("--live", help="Show blocks, requests, hit rate and times on stderr meanwhile.")
     ] = False,
+    num_speculative_tokens: _Speculative = 0,
     num_threads: _Threads = None,
 ) -> None:
     """Answer a prompt, and show what it took.
@@ -138,7 +142,12 @@ def generate(
         if (prompt is None) == (file is None):
             raise typer.BadParameter("expected either a prompt or --file")
         params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        options = {"kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "num_threads": num_threads}
+        options = {
+            "kv_cache_dtype": kv_cache_dtype,
+            "quantization": quantization,
+            "speculative_config": _speculative_config(num_speculative_tokens),
+            "num_threads": num_threads,
+        }
         if file is not None:
             texts = _lines(file)
             with _open(model, **options) as llm:
@@ -181,6 +190,7 @@ def chat(
     figures: Annotated[
         bool, typer.Option("--figures", help="Show after each answer what it took, and what the cache saved.")
     ] = False,
+    num_speculative_tokens: _Speculative = 0,
     num_threads: _Threads = None,
 ) -> None:
     """Talk with a model. /reset starts over, /exit or the end of input leaves, /help lists; Ctrl-C stops an answer."""
@@ -190,7 +200,13 @@ def chat(
         _check_text(system or "")
         params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         beginning = [] if system is None else [{"role": "system", "content": system}]
-        with _open(model, kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_threads=num_threads) as llm:
+        options = {
+            "kv_cache_dtype": kv_cache_dtype,
+            "quantization": quantization,
+            "speculative_config": _speculative_config(num_speculative_tokens),
+            "num_threads": num_threads,
+        }
+        with _open(model, **options) as llm:
             messages = list(beginning)
             if sys.stdin.isatty():
                 print(f"{llm.name}: {_COMMANDS}", file=sys.stderr)
@@ -401,6 +417,10 @@ def _open(model: str, **options: Any) -> LLM:
     from kvcore.llm import LLM
 
     return LLM(model, **options)
+
+
+def _speculative_config(num_tokens: int) -> dict[str, Any] | None:
+    return {"method": "ngram", "num_speculative_tokens": num_tokens} if num_tokens else None
 
 
 def _params(**values: Any) -> Any:
