@@ -78,14 +78,23 @@ def test_rejected_drafts_make_it_pause() -> None:
     for _ in range(300):
         if one.propose(text, 3):
             asked.append(len(text))
-            one.judge(0, len(text))
+            one.judge(1, 0, len(text))
         text.append(5)
     assert asked == [3, 4, 5, 13, 29, 61, 125, 253]
     text = text[:1] * 400
     assert one.propose(text, 3)
-    one.judge(1, len(text))
+    one.judge(1, 1, len(text))
     text.append(5)
     assert one.propose(text, 3)
+
+
+def test_the_length_of_drafts_follows_their_success() -> None:
+    one, text, lengths = drafts(num_speculative_tokens=8), [5] * 9, []
+    for right in (8, 5, 0, 1, 2, 4, 8, 1):
+        draft = one.propose(text, 99)
+        lengths.append(len(draft))
+        one.judge(len(draft), min(right, len(draft)), len(text))
+    assert lengths == [8, 8, 6, 1, 2, 4, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -351,10 +360,15 @@ def test_real_models(name: str) -> None:
     """Windows, latent rows, sinks, experts, rope that depends on length; cold, on a hit, preempted, samples."""
     rng = np.random.default_rng(0)
     prompts = [np.tile(rng.integers(0, 300, 5 + i), 4)[: 20 + 2 * i].tolist() for i in range(5)]
+    few: dict[str, Any] = {
+        "allowed_token_ids": [3, 7, 11],
+        "max_tokens": 24,
+        "ignore_eos": True,
+    }  # so that texts repeat
     params = [
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+        SamplingParams(temperature=0, logprobs=1, **few)
         if i % 2
-        else SamplingParams(seed=i, n=2, temperature=0.2, max_tokens=24, ignore_eos=True)
+        else SamplingParams(seed=i, n=2, temperature=0.2, **few)
         for i in range(5)
     ]
     eager = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

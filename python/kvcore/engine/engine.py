@@ -329,7 +329,7 @@ class Engine:
         for seq in drafted:
             metrics.draft(len(seq.draft), len(seq.ahead) - 1)
             assert seq.drafts is not None
-            seq.drafts.judge(len(seq.ahead) - 1, len(seq.token_ids))
+            seq.drafts.judge(len(seq.draft), len(seq.ahead) - 1, len(seq.token_ids))
             seq.draft = []
 
     # -- how they end -----------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ A draft costs rows of a batch, no tokens: the step computes the rows of the last
 samples one after the other as ever. As long as what is sampled is what the draft says, the next row is the right one.
 Answers that repeat their prompt (summaries, edits, code) or themselves get several tokens from one forward pass.
 
-When drafts are rejected from their first token on, three times in a row, the sequence makes none for 8 tokens, then for
-16, and so on up to 128, until one is accepted again. That depends on the sequence alone, as the drafts do.
+Rows are not free where weights are small, so drafts follow their success: one that was right to its end lets the next be
+twice as long, another lets it be one token longer than what was right of this. After three in a row without any right token
+the sequence makes none for 8 tokens, then for 16, and so on up to 128. That depends on the sequence alone, as drafts do.
 
 Source: Prompt Lookup Decoding (Saxena, 2023); verification: Leviathan et al., Fast Inference from Transformers via
 Speculative Decoding (2023), in its exact form, where a draft counts only if it is what is sampled anyway.
@@ -99,13 +100,14 @@ class Drafts:
         self._config = config
         self._last: dict[int, int] = {}  # hash of a min-gram -> the end of its last place
         self._before: list[int] = []  # end of a min-gram -> the end of the place before, 0: none
+        self._longest = config.num_speculative_tokens
         self._misses = 0
         self._silent_until = 0
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
         """What may follow: at most ``most`` tokens, and none while it pauses or if nothing was found."""
         length = len(token_ids)
-        most = min(most, self._config.num_speculative_tokens)
+        most = min(most, self._longest)
         if most < 1 or length < self._silent_until:
             return []
         self._index(token_ids)
@@ -117,8 +119,10 @@ class Drafts:
             draft.append(draft[len(draft) - (length - end)])
         return draft
 
-    def judge(self, num_accepted: int, length: int) -> None:
-        """Take note that so many tokens of the latest draft were right, behind ``length`` tokens."""
+    def judge(self, num_tokens: int, num_accepted: int, length: int) -> None:
+        """Take note that of a draft's tokens so many were right, behind ``length`` tokens."""
+        longer = 2 * num_tokens if num_accepted == num_tokens else num_accepted + 1
+        self._longest = min(longer, self._config.num_speculative_tokens)
         self._misses = 0 if num_accepted else self._misses + 1
         if self._misses >= _MISSES:
             self._silent_until = length + min(1 << self._misses, _LONGEST_PAUSE)
