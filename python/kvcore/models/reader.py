@@ -68,8 +68,8 @@ class Reader:
         return role in tensors and self.spec.tensor(role, layer).find(self._weights) is not None
 
     def vector(self, role: str, layer: int | None = None) -> FloatArray:
-        """A tensor as float32."""
-        return self._count(np.ascontiguousarray(self._read(role, layer), np.float32))
+        """A tensor as float32; a copy, as a view would keep the whole file mapped."""
+        return self._count(np.array(self._read(role, layer), np.float32, order="C"))
 
     def matrix(self, role: str) -> npt.NDArray[Any]:
         """A tensor in the type that weights are held in, for its rows to be looked up."""
@@ -82,7 +82,7 @@ class Reader:
         if eps is not None:
             return Norm("rms", weight, None, eps, self.threads)
         if spec.offset:
-            weight = weight + np.float32(spec.offset)  # a copy: the file may hold it as float32, mapped
+            weight += np.float32(spec.offset)
         bias = self.vector(f"{role}.bias", layer) if self.has(f"{role}.bias", layer) else None
         return Norm(spec.kind, weight, bias, spec.eps, self.threads)
 
