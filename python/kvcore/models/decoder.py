@@ -66,6 +66,7 @@ class Decoder:
                 )
         self.spec = spec
         self.cache = cache
+        self.weight_format = quantization or dtype
         self._ropes = {rope: RopeTable(rope) for rope in spec.ropes}
         self._embedding = read.matrix("embed_tokens.weight")
         has_positions = read.has("position_embedding.weight")
@@ -80,6 +81,15 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of all weights as they are held."""
         return self._nbytes
+
+    def step_nbytes(self, num_tokens: int) -> int:
+        """Bytes of weights that a step of so many tokens reads, one of each request.
+
+        Of tables those rows that are looked up; of experts those that are chosen, if all are as likely.
+        """
+        tables = [self._embedding] if self._positions is None else [self._embedding, self._positions]
+        skipped: int = sum(max(0, len(table) - num_tokens) * table[0].nbytes for table in tables)
+        return self._nbytes - skipped - sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
 
     def context_len(self, prompt_len: int, length: int, /) -> int:
         """The length that the rope of a request follows, see ``RopeSpec.context_len``.
@@ -175,6 +185,10 @@ class _Layer:
         else:
             self._mlp = Mlp(read, layer, spec.mlp, norm, residual)
         self._parallel = spec.parallel
+
+    def idle_nbytes(self, num_tokens: int) -> int:
+        """Bytes of what a step of so many tokens does not read."""
+        return self._mlp.idle_nbytes(num_tokens) if isinstance(self._mlp, Moe) else 0
 
     def finish(self, x: FloatArray, attended: FloatArray) -> None:
         """Add attention's output and the MLP's to x, in place."""

@@ -40,6 +40,11 @@ class GatedMlp:
         """The first product."""
         return self._up
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both matrices."""
+        return self._up.nbytes + self._down.nbytes
+
     def add(self, inner: FloatArray, x: FloatArray) -> None:
         """x += the second product of what the first gave."""
         if self._gated:
