@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcore.bench.measure import Run, Settings, measure, num_pieces, open_run
 from kvcore.bench.report import as_dict, as_text
+from kvcore.bench.rounds import Run, Settings, measure, num_pieces, open_run
 from kvcore.progress import progress_bar
 
 __all__ = ["Run", "Settings", "as_dict", "as_text", "run_bench"]

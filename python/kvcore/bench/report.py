@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvcore.bench.measure import Case, Run
+from kvcore.bench.rounds import Case, Run
 from kvcore.plan.sizes import format_size
 
 NOTE = """\
