@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from serve import Generate, serve
 
 
-def open_kvcore(model: str, num_threads: int, **options: str) -> tuple[str, Generate]:
+def open_kvcore(model: str, num_threads: int, **options: Any) -> tuple[str, Generate]:
     from kvcore import LLM, SamplingParams, __version__
 
-    llm = LLM(model, num_threads=num_threads, enable_prefix_caching=False, max_num_batched_tokens=4096, **options)
+    llm = LLM(
+        model,
+        num_threads=num_threads,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=4096,
+        kv_cache_memory=1 << 30,
+        **options,
+    )
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from kvcore._kvcore import __version__
 from kvcore.bench.rounds import Case, Run
 from kvcore.plan.sizes import format_size
 
@@ -30,8 +31,6 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
 
 def as_dict(run: Run) -> dict[str, Any]:
     """All figures; sizes in bytes, times in seconds, rates in bytes or multiply-adds a second."""
-    from kvcore import __version__
-
     llm, limits = run.llm, run.typical_limits
     threads = llm.cache.threads
     return {
