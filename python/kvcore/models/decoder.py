@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
+_ROWS = 256
+"""Rows that go through an MLP together: what is between its products stays in a core's cache."""
+
 
 class Decoder:
     """A decoder with packed weights.
@@ -192,6 +195,11 @@ class _Layer:
 
     def finish(self, x: FloatArray, attended: FloatArray) -> None:
         """Add attention's output and the MLP's to x, in place."""
+        for start in range(0, len(x), _ROWS):
+            rows = slice(start, start + _ROWS)
+            self._finish(x[rows], attended[rows])
+
+    def _finish(self, x: FloatArray, attended: FloatArray) -> None:
         inner = self._mlp.open(x) if self._parallel else None
         if self._residual.plain:
             self._output.add_forward(attended, x)
