@@ -76,7 +76,7 @@ def test_text(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 round of 3 new tokens" in out
     table = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert [row[:2] for row in table] == [["1", "5"], ["1", "20"], ["3", "7"]]
-    assert {len(row) for row in table} == {10}
+    assert {len(row) for row in table} == {11}
 
 
 def test_a_step_reads_no_embedding() -> None:

@@ -21,11 +21,12 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
     ("TTFT ms", lambda row: _milliseconds(row["ttft"])),
     ("cached TTFT ms", lambda row: _milliseconds(row["cached_ttft"])),
     ("prefill tokens/s", lambda row: _rate(row["prefill_tokens_per_second"])),
+    ("GMAC/s", lambda row: f"{row['prefill_products_per_second'] / 1e9:.1f}"),
     ("of limit", lambda row: f"{row['prefill_of_limit']:.2f}"),
     ("TPOT ms", lambda row: _milliseconds(row["tpot"])),
     ("decode tokens/s", lambda row: _rate(row["decode_tokens_per_second"])),
+    ("GB/s", lambda row: f"{row['decode_bytes_per_second'] / 1e9:.1f}"),
     ("of limit", lambda row: f"{row['decode_of_limit']:.2f}"),
-    ("decode GB/s", lambda row: f"{row['decode_bytes_per_second'] / 1e9:.1f}"),
 )
 
 
