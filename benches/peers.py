@@ -35,6 +35,8 @@ from typing import Any
 
 import numpy as np
 
+import kvcore
+
 DRIVERS = Path(__file__).resolve().parent / "peer_drivers"
 CASES = {"90": (1, 90), "871": (1, 871), "3430": (1, 3430), "32 x 220": (32, 220)}
 """Requests and tokens of each prompt."""
@@ -185,6 +187,8 @@ class Driver:
         python = Path(sys.executable) if peer.package is None else python_of(peer.package, self._scratch)
         options = {"model": str(self._model), "num_threads": num_threads, **peer.options}
         environment = {name: value.format(scratch=self._scratch) for name, value in peer.environment.items()}
+        # kvcore is the one that this process has; the others have environments of their own.
+        environment["PYTHONPATH"] = str(Path(kvcore.__file__).resolve().parents[1]) if peer.package is None else ""
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [python, DRIVERS / peer.driver, json.dumps(options)],
@@ -288,7 +292,7 @@ class Runners:
                 driver.start(num_threads)
                 self.results[peer.name].version, self.results[peer.name].load = driver.version, driver.load
                 for requests, prompt in CASES.values():
-                    driver.seconds(self._prompts(requests, prompt), 2)
+                    driver.seconds(self._prompts(requests, prompt), 1)
 
     def run_round(self) -> None:
         """All cases, the peers in turn."""
