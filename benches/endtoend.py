@@ -1,6 +1,6 @@
 """End to end: prefill and decode rates of a model, one request and a batch, beside the machine's limits.
 
-    python benches/endtoend.py [--model smollm2] [--dtype bfloat16] [--quantization auto] [--kv-cache-dtype auto]
+    python benches/endtoend.py [--model smollm2] [--dtype bfloat16] [--quantization none] [--kv-cache-dtype auto]
                                [--rounds 5] [--json]
     python benches/endtoend.py --formats [--model smollm2] [--rounds 5] [--json] [--table FILE] [--svg FILE]
 
@@ -22,7 +22,7 @@ from typing import Any
 from kvcore.bench import Settings, as_text, run_bench
 from kvcore.errors import KvcoreError
 
-FORMATS = [("bfloat16", "auto", "auto"), ("bfloat16", "int8", "auto"), ("bfloat16", "int4", "fp8")]
+FORMATS = [("bfloat16", "none", "auto"), ("bfloat16", "int8", "auto"), ("bfloat16", "int4", "fp8")]
 """dtype, quantization and kv_cache_dtype of the table's lines."""
 TABLE = re.compile(r"(?<=<!-- endtoend -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)

@@ -79,7 +79,7 @@ VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 PEERS = [
-    Peer("kvcore bf16", None, "run_kvcore.py", {"dtype": "bfloat16"}),
+    Peer("kvcore bf16", None, "run_kvcore.py", {"dtype": "bfloat16", "quantization": "none"}),
     Peer("kvcore int8", None, "run_kvcore.py", {"quantization": "int8"}),
     Peer("kvcore int4, fp8 KV", None, "run_kvcore.py", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
     Peer("llama.cpp Q4_0", LLAMACPP, "run_llamacpp.py", {"quantized": "Q4_0"}),

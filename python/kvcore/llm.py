@@ -8,22 +8,22 @@ All calls on an ``LLM`` share one engine, and whoever steps it takes the request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.dispatch import Dispatcher
 from kvcore.engine.engine import Engine
-from kvcore.engine.intake import Marks
 from kvcore.engine.interfaces import FloatArray
 from kvcore.engine.logits import Constraint
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.errors import InvalidArgument
 from kvcore.loading import Options, Parts, load_parts, make_chat_template, parts_from_config
+from kvcore.lora import LoadedAdapters, LoRARequest
 from kvcore.outputs import BeamSearchOutput, RequestOutput
 from kvcore.progress import progress_bar
 from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
-from kvcore.prompts import Prompt, Prompts, is_batch
+from kvcore.prompts import Asked, Prompt, Prompts, check_salt, is_batch
 from kvcore.reply import Reply, Submission
 
 if TYPE_CHECKING:
@@ -74,10 +74,12 @@ class LLM:
                 a hub id ("org/name"). A folder without a tokenizer serves token ids; only text raises then.
             dtype: what weights are held in: auto (as they were saved; bfloat16 for quantised files), float32 (f32),
                 bfloat16 (bf16) or float16 (f16).
-            quantization: int8 or int4: layers' matrices are held in 8 or 4 bits with scales for each 32 inputs, the
-                output matrix in 8, and what they are multiplied with is rounded to 8 bits: half or a third of
-                bfloat16's memory (the embedding's rows stay), and as much faster to decode with. A GGUF file's
-                Q8_0, or Q4_0 and Q4_1, are taken as they are. auto and none: weights are expanded to ``dtype``.
+            quantization: auto: as the file has it. A GGUF file's matrices of 4 bits stay in 4 bits, those of 5 to 8 bits
+                are held in 8 (Q4_0, Q4_1, Q5_0 and Q8_0 exactly, other kinds rounded once), and what they are multiplied
+                with is rounded to 8 bits; beside dtype="float32", which asks for its arithmetic, they are expanded.
+                none: expanded to ``dtype``. int8 or int4: layers' matrices in 8 or 4 bits with scales for each 32
+                inputs, whatever the file has, and the output matrix in 8: half or a third of bfloat16's memory (the
+                embedding's rows stay), and as much faster to decode with.
             mla: models with latent attention (DeepSeek) keep one compressed row for each token (absorbed), or the keys
                 and values of all heads (expanded): the same but for rounding, in many times the memory.
             kv_cache_dtype: what keys and values are stored in: auto (float32 beside float32 weights, else bfloat16),
@@ -192,6 +194,7 @@ class LLM:
         self._prompts = Prompts(parts.tokenizer, parts.name)
         self._min_marked_tokens = options.prompt_cache_min_tokens
         self._grammars: Grammars | None = None
+        self._adapters = LoadedAdapters(lambda lora: self._decoder.adapter(lora))
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -205,12 +208,14 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several prompts; several decode together in one batch.
 
         Args:
             prompts: a text, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of these. Texts
-                get the special tokens that the tokenizer's configuration says.
+                get the special tokens that the tokenizer's configuration says. A dict may have a "cache_salt": only
+                prompts with equal salts share blocks.
             params: for all prompts, or a list with one for each. None: ``SamplingParams()``, whatever the model's
                 generation_config.json says about temperature and the like.
             use_cache: False computes everything again for each token, as if there were no KV cache. The tokens are
@@ -221,6 +226,7 @@ class LLM:
                 (``finish_reason`` "abort", ``stop_reason`` "timeout").
             callback: is called for each request with what is new of it after each step, as the items of ``stream``.
                 If it raises, that request is aborted, its output's ``error`` says why, and all others go on.
+            lora_request: an adapter for all prompts, or a list with one or None for each; others are not affected.
 
         Returns:
             One output per prompt, in order.
@@ -228,13 +234,15 @@ class LLM:
         Raises:
             InvalidArgument: an empty prompt, an id or a length that the model does not take, params that do not fit.
             OutOfBlocks: a prompt that could never fit into the cache.
+            CheckpointError: an adapter that is missing, damaged, not supported, or of another model.
             TypeError: prompts or params of the wrong type.
             InvalidState: logits that are no numbers, or a closed LLM.
             All are checked for every prompt before any runs. Whatever is raised, Ctrl-C included, ends the whole call
             and returns its blocks.
         """
-        asked = [(text, token_ids, ()) for text, token_ids in self._prompts.inputs(prompts)]
-        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        asked = self._prompts.inputs(prompts)
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def chat(
@@ -249,6 +257,8 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         **template_values: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
@@ -257,9 +267,10 @@ class LLM:
             messages: a conversation, a list of {"role": ..., "content": ...}; or a list of conversations. A content is
                 a text or a list of blocks {"type": "text", "text": ...}. A message or block may have a
                 "cache_control", see ``kvcore.prompt_caching``.
-            params, use_cache, progress, priority, timeout, callback: as ``generate``.
+            params, use_cache, progress, priority, timeout, callback, lora_request: as ``generate``.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt: end the prompt with the start of the assistant's turn.
+            cache_salt: whose conversations these are: only prompts with equal salts share blocks.
             template_values: further variables of the template, such as ``tools``.
 
         Returns:
@@ -275,17 +286,23 @@ class LLM:
             raise InvalidArgument("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(conversation, values) for conversation in conversations]
-        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        asked = [self._conversation(conversation, values, cache_salt) for conversation in conversations]
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def beam_search(
-        self, prompts: Prompt | list[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+        self,
+        prompts: Prompt | list[Prompt],
+        params: BeamSearchParams,
+        *,
+        progress: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[BeamSearchOutput]:
         """The most probable answers to each prompt, by beam search; beams share their blocks.
 
         Args:
-            prompts, progress: as ``generate``.
+            prompts, progress, lora_request: as ``generate``.
             params: width, length and penalty.
 
         Returns:
@@ -296,8 +313,9 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
-        inputs = self._prompts.inputs(prompts)
-        replies = self._run([Submission(text=text, token_ids=ids, params=params) for text, ids in inputs], progress)
+        asked = self._prompts.inputs(prompts)
+        adapter = self._adapters.get(lora_request)
+        replies = self._run([Submission(asked=each, params=params, adapter=adapter) for each in asked], progress)
         return [reply.beams() for reply in replies]
 
     def stream(
@@ -308,6 +326,7 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt token by token.
 
@@ -316,7 +335,7 @@ class LLM:
         have computed of this request meanwhile comes with its next item.
 
         Args:
-            prompt, params, use_cache, priority, timeout: as ``generate``, one prompt.
+            prompt, params, use_cache, priority, timeout, lora_request: as ``generate``, one prompt.
 
         Yields:
             An output after each step, whose ``outputs[i].text`` and ``.token_ids`` are what is new. (Other calls
@@ -330,7 +349,7 @@ class LLM:
         inputs = self._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        return self._stream(self._submissions([(*inputs[0], ())], params, use_cache, priority, timeout)[0])
+        return self._stream(self._submissions(inputs, params, use_cache, priority, timeout, None, lora_request)[0])
 
     def stream_chat(
         self,
@@ -342,14 +361,25 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         **template_values: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation token by token: ``chat`` and ``stream`` in one."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(messages, values)]
-        return self._stream(self._submissions(asked, params, use_cache, priority, timeout)[0])
+        asked = [self._conversation(messages, values, cache_salt)]
+        return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
 
-    def logits(self, token_ids: Any) -> FloatArray:
+    def abort(self, request_id: str) -> None:
+        """End a request of any thread's call, with what it has until then (``finish_reason`` "abort").
+
+        Requests that have ended, and names that no request has, are left alone.
+        """
+        reply = self._dispatcher.replies.get(request_id)
+        if reply is not None:
+            self._dispatcher.abort(reply)
+
+    def logits(self, token_ids: Any, *, lora_request: LoRARequest | None = None) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].
 
         Computed in chunks; nothing is read from the prefix cache or left in it, and no other call runs meanwhile.
@@ -359,8 +389,9 @@ class LLM:
             OutOfBlocks: the cache lacks the space, or running requests leave too little of it.
         """
         dispatcher = self._dispatcher
+        adapter = self._adapters.get(lora_request)
         with dispatcher.here, dispatcher.lock:
-            return dispatcher.engine.logits(token_ids)
+            return dispatcher.engine.logits(token_ids, adapter)
 
     def calibrate(self, prompts: Prompt | list[Prompt]) -> None:
         """Find static scales of an fp8 cache from what the model writes for some sample text.
@@ -445,25 +476,27 @@ class LLM:
 
     # -- what calls ask for ---------------------------------------------------------------------------------------
 
-    def _conversation(self, messages: Any, template_values: dict[str, Any]) -> tuple[str, list[int], Marks]:
-        """The prompt of a conversation as text and token ids, and the marks in it."""
+    def _conversation(self, messages: Any, template_values: Mapping[str, Any], cache_salt: str | None = None) -> Asked:
+        """The prompt of a conversation, and the marks in it."""
+        salt = check_salt(cache_salt, "cache_salt")
         plain, marks = take_marks(messages)
         text = self.render_chat(plain, **template_values)
         token_ids = self._prompts.encode(text, add_special_tokens=False)
         if not marks:
-            return text, token_ids, ()
+            return Asked(text, token_ids, cache_salt=salt)
         places = [find_mark(mark, plain, text, lambda m: self.render_chat(m, **template_values)) for mark in marks]
         prefixes = [self._prompts.encode(text[:place], add_special_tokens=False) for place in places]
-        return text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens)
+        return Asked(text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens), salt)
 
     def _submissions(
         self,
-        asked: Sequence[tuple[str | None, Any, Marks]],
+        asked: list[Asked],
         params: Any,
         use_cache: bool = True,
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        lora_request: Any = None,
     ) -> list[Submission]:
         if not isinstance(use_cache, bool):
             raise TypeError(f"use_cache: expected True or False, got {use_cache!r}")
@@ -479,20 +512,23 @@ class LLM:
         for value in priorities:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"priority: expected an integer or a list of them, got {value!r}")
+        wanted = list(lora_request) if isinstance(lora_request, (list, tuple)) else [lora_request] * len(asked)
+        if len(wanted) != len(asked):
+            raise InvalidArgument(f"lora_request: expected one for each of the {len(asked)} prompts, got {len(wanted)}")
+        adapters = [self._adapters.get(each) for each in wanted]
         return [
             Submission(
-                text=text,
-                token_ids=token_ids,
+                asked=prompt,
                 params=each,
                 use_cache=use_cache,
                 priority=rank,
                 timeout=timeout,
-                marks=marks,
                 make_constraint=self._constraint(each),
                 callback=callback,
+                adapter=adapter,
             )
-            for (text, token_ids, marks), each, rank in zip(
-                asked, self._prompts.params(params, len(asked)), priorities, strict=True
+            for prompt, each, rank, adapter in zip(
+                asked, self._prompts.params(params, len(asked)), priorities, adapters, strict=True
             )
         ]
 

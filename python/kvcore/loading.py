@@ -206,7 +206,9 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
     dtype = weight_dtype(config, options)
     threads = Threads(options.num_threads)
     blocks = num_blocks(spec, make_cache(spec, dtype, options, 1, threads, "").bytes_per_token, options)
-    quantization = options.quantization if options.quantization in ("int8", "int4") else None
+    quantization = None if options.quantization == "none" else options.quantization
+    if quantization == "auto" and dtype == "float32":
+        quantization = None  # whoever asks for float32 asks for its arithmetic
     held = f"{quantization} beside {dtype}" if quantization else dtype
     cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held}")
     return Decoder(spec, weights, cache, dtype=dtype, quantization=quantization)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcore.engine.intake import Marks
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument
 
@@ -15,7 +17,24 @@ if TYPE_CHECKING:
     from kvcore.text.tokenizer import Tokenizer
 
 Prompt = Any
-"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}, and "cache_salt" beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as the engine takes it.
+
+    Attributes:
+        text: as text, if it came as text.
+        token_ids: its token ids, not checked yet.
+        marks: prefixes that are to be kept.
+        cache_salt: whose it is: only prompts with equal salts share blocks.
+    """
+
+    text: str | None
+    token_ids: Any
+    marks: Marks = ()
+    cache_salt: str | None = None
 
 
 class Prompts:
@@ -25,21 +44,29 @@ class Prompts:
         self._tokenizer = tokenizer
         self._name = name
 
-    def inputs(self, prompts: Prompt | list[Prompt]) -> list[tuple[str | None, Any]]:
-        """Each prompt as its text, if it came as text, and its token ids."""
+    def inputs(self, prompts: Prompt | list[Prompt]) -> list[Asked]:
+        """One prompt or several as the engine takes them.
+
+        Raises:
+            InvalidArgument: no prompt, an empty one, or keys that a prompt does not have.
+            TypeError: something that is no prompt.
+        """
         if not is_batch(prompts):
             return [self._input(prompts, "prompt")]
         if len(prompts) == 0:
             raise InvalidArgument("prompts: expected at least one prompt, got an empty list")
         return [self._input(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
 
-    def _input(self, prompt: Prompt, where: str) -> tuple[str | None, Any]:
+    def _input(self, prompt: Prompt, where: str) -> Asked:
+        salt = None
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if len(prompt) != 1 or not known:
+            if len(known) != 1 or set(prompt) - {*known, "cache_salt"}:
                 raise InvalidArgument(
-                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt', got the keys {list(prompt)}"
+                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt' (and 'cache_salt' or not), "
+                    f"got the keys {list(prompt)}"
                 )
+            salt = check_salt(prompt.get("cache_salt"), f"{where}['cache_salt']")
             prompt = prompt[known[0]]
             if isinstance(prompt, str) != (known[0] == "prompt"):
                 kind = "a string" if known[0] == "prompt" else "a list of token ids"
@@ -47,12 +74,12 @@ class Prompts:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
-            return prompt, self.encode(prompt, add_special_tokens=True)
+            return Asked(prompt, self.encode(prompt, add_special_tokens=True), cache_salt=salt)
         if not isinstance(prompt, (list, tuple, range, np.ndarray)) or getattr(prompt, "ndim", 1) == 0:
             raise TypeError(f"{where}: expected a string, a list of token ids or a dict, got {type(prompt).__name__}")
         if len(prompt) == 0:
             raise InvalidArgument(f"{where}: expected at least one token, got none")
-        return None, prompt
+        return Asked(None, prompt, cache_salt=salt)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises InvalidArgument without a tokenizer."""
@@ -102,3 +129,12 @@ def is_batch(prompts: Any) -> bool:
     if isinstance(prompts, np.ndarray):
         return prompts.ndim > 1
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
+
+
+def check_salt(salt: Any, where: str) -> str | None:
+    """A salt, or None. Raises TypeError for something else, InvalidArgument for an empty one."""
+    if salt is not None and not isinstance(salt, str):
+        raise TypeError(f"{where}: expected a string or None, got {type(salt).__name__}")
+    if salt == "":
+        raise InvalidArgument(f"{where}: expected a string that is not empty, got ''")
+    return salt

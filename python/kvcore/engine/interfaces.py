@@ -43,7 +43,9 @@ class Cache(Protocol):
         """Blocks that an allocation may take: unused ones, and cached ones that no sequence references."""
         ...
 
-    def add(self, token_ids: Any, salt: Any = None, /, *, use_prefix: bool = True) -> Handle:
+    def add(
+        self, token_ids: Any, salt: Any = None, /, *, adapter: str | None = None, use_prefix: bool = True
+    ) -> Handle:
         """Register a sequence; with ``use_prefix`` it starts with the blocks of its longest cached prefix."""
         ...
 
@@ -80,6 +82,15 @@ class Cache(Protocol):
         ...
 
 
+class Adapter(Protocol):
+    """What changes a model for the sequences that ask for it: a LoRA adapter, packed for this model."""
+
+    @property
+    def identity(self) -> str:
+        """Differs for adapters that compute anything else."""
+        ...
+
+
 class Model(Protocol):
     """A decoder that keeps its keys and values in a cache."""
 
@@ -93,8 +104,15 @@ class Model(Protocol):
         """What the decoder is; the engine reads ``spec.vocab_size``."""
         ...
 
-    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
-        """What a prompt of this length adds to its block keys, where keys depend on more than the tokens."""
+    def context_len(self, prompt_len: int, length: int, /) -> int:
+        """The length that the keys of a request follow, of which this many tokens are the prompt and all.
+
+        When it changes, what is stored of the request is of no use any more.
+        """
+        ...
+
+    def prompt_salt(self, context_len: int, /) -> bytes | None:
+        """What a request of this ``context_len`` adds to its block keys, where keys depend on more than the tokens."""
         ...
 
     def forward(
@@ -102,9 +120,13 @@ class Model(Protocol):
         batch: Any,
         token_ids: IntArray,
         positions: IntArray,
-        prompt_lens: IntArray,
+        context_lens: IntArray,
         logit_rows: IntArray,
         /,
+        adapters: Any = (),
     ) -> FloatArray:
-        """Run the planned rows; logits float32 [len(logit_rows), vocab] of the rows asked for."""
+        """Run the planned rows; logits float32 [len(logit_rows), vocab] of the rows asked for.
+
+        ``adapters``: pairs of an adapter and the rows that have it, int64, ascending.
+        """
         ...

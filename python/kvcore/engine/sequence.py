@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.engine.interfaces import Handle
+from kvcore.engine.interfaces import Adapter, Handle
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import Logprob
 from kvcore.engine.sampling_params import SamplingParams
@@ -38,6 +38,7 @@ class Sequence:
             model's length or the cache's capacity comes first.
         use_cache: False computes every token again for each new one.
         use_prefix: False neither reads nor leaves prefixes.
+        salt: whose it is: only sequences with equal salts share blocks.
         index: which of the request's answers.
         order: the policy's: smaller goes first.
         marks: (number of prompt tokens, seconds) that the cache is asked to keep.
@@ -46,8 +47,10 @@ class Sequence:
         siblings: the request's further answers, which begin when the prompt has been computed.
         seats: how many of ``max_num_seqs`` it counts for: also those of its siblings until they begin.
         search: the beam search that it is a beam of.
+        adapter: the adapter that it asks for.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
+        context_len: the length that its stored keys follow, see ``Model.context_len``.
         num_stored: how many of ``token_ids`` have keys and values in the cache now.
         num_reached: how many of them have had so in this round, before it was preempted.
         num_cached_tokens: how many prompt tokens came from the prefix cache when it first started.
@@ -70,6 +73,7 @@ class Sequence:
     generator: np.random.Generator | None
     metrics: RequestMetrics
     use_prefix: bool = True
+    salt: str | None = None
     index: int = 0
     order: tuple[int, ...] = (0,)
     marks: tuple[tuple[int, float | None], ...] = ()
@@ -78,8 +82,10 @@ class Sequence:
     siblings: list[Sequence] = field(default_factory=list)
     seats: int = 1
     search: BeamSearch | None = None
+    adapter: Adapter | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
+    context_len: int = 0
     num_stored: int = 0
     num_reached: int = 0
     num_cached_tokens: int = 0

@@ -13,6 +13,7 @@ that of its rows, and of numpy only what rounds each value by itself (sums and p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,12 +27,14 @@ from kvcore.models.mlp import Mlp
 from kvcore.models.moe import Moe
 from kvcore.models.norm import Residual
 from kvcore.models.reader import Reader
-from kvcore.models.rope import RopeTable
+from kvcore.models.rope_table import RopeTable
 from kvcore.models.spec import MoeSpec
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Batch, KVCache
+    from kvcore.checkpoint.lora import LoraWeights
     from kvcore.checkpoint.weights import Weights
+    from kvcore.models.lora import Adapter, Rows
     from kvcore.models.rope import RopeSpec
     from kvcore.models.spec import DecoderSpec
 
@@ -52,7 +55,11 @@ class Decoder:
         dtype: what matrices are held in: float32, bfloat16 or float16. Norms and biases are float32.
         quantization: int8 or int4, in place of ``dtype`` for all but the embedding's rows: blocks that are stored so
             are taken as they are, if all matrices with one input are of one kind, all else is rounded. The output
-            matrix, whose errors nothing evens out, is rounded to 8 bits at least. None: ``dtype``.
+            matrix, whose errors nothing evens out, is rounded to 8 bits at least. "auto": each matrix as it is stored,
+            in ``dtype``, in 4 bits, or (5 bits and more) in 8. None: ``dtype``.
+
+    Attributes:
+        weight_format: what most weights of matrices are held in, as ``Linear`` has it.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape or type than the spec says.
@@ -69,7 +76,6 @@ class Decoder:
                 )
         self.spec = spec
         self.cache = cache
-        self.weight_format = quantization or dtype
         self._ropes = {rope: RopeTable(rope) for rope in spec.ropes}
         self._embedding = read.matrix("embed_tokens.weight")
         has_positions = read.has("position_embedding.weight")
@@ -78,6 +84,8 @@ class Decoder:
         self._norm = read.norm("norm")
         self._layers = [_Layer(read, layer, cache) for layer in range(spec.num_layers)]
         self._nbytes = read.nbytes
+        self.weight_format = read.formats.most_common(1)[0][0]
+        self._adapters = read.adapters
         read.warn_of_unused()
 
     @property
@@ -93,6 +101,14 @@ class Decoder:
         tables = [self._embedding] if self._positions is None else [self._embedding, self._positions]
         skipped: int = sum(max(0, len(table) - num_tokens) * table[0].nbytes for table in tables)
         return self._nbytes - skipped - sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
+
+    def adapter(self, lora: LoraWeights) -> Adapter:
+        """Pack an adapter for this decoder.
+
+        Raises:
+            CheckpointError: a module is not the model's or cannot be adapted, or has another shape.
+        """
+        return self._adapters.fit(lora)
 
     def context_len(self, prompt_len: int, length: int, /) -> int:
         """The length that the rope of a request follows, see ``RopeSpec.context_len``.
@@ -117,6 +133,7 @@ class Decoder:
         context_lens: IntArray,
         logit_rows: IntArray,
         /,
+        adapters: Sequence[Rows] = (),
     ) -> FloatArray:
         """Run the planned rows and write their K and V; the caller plans before and commits after.
 
@@ -126,11 +143,13 @@ class Decoder:
             positions: int64 [rows].
             context_lens: int64 [rows], ``context_len`` of each row's request (for rope that depends on it).
             logit_rows: int64 [n], the rows whose logits are wanted.
+            adapters: adapters that ``adapter`` made, each with the rows that have it, int64, ascending.
 
         Returns:
             float32 [n, vocab_size].
         """
         spec = self.spec
+        self._adapters.rows = adapters
         x: FloatArray = self._embedding[token_ids].astype(np.float32)
         if spec.embedding_scale != 1:
             x *= np.float32(spec.embedding_scale)
@@ -144,6 +163,7 @@ class Decoder:
         attended = last.attention(x, step)
         if len(logit_rows) < len(x):
             x, attended = x[logit_rows], attended[logit_rows]
+            self._adapters.keep(logit_rows)
         last.finish(x, attended)
         if len(x) != len(logit_rows):
             x = x[logit_rows]
@@ -176,7 +196,7 @@ class _Layer:
             self.attention = Attention(read, layer, cache)
         else:
             self.attention = LatentAttention(read, layer, latent, cache)
-        self._output = read.linear(("o_proj",), layer)
+        self._output = read.adapted(("o_proj",), layer)
         self._residual = Residual(read.optional_norm("post_attention_norm", layer), scale)
         norm = read.optional_norm("mlp_norm", layer)
         if norm is None and spec.parallel:
@@ -188,6 +208,7 @@ class _Layer:
         else:
             self._mlp = Mlp(read, layer, spec.mlp, norm, residual)
         self._parallel = spec.parallel
+        self._adapters = read.adapters
 
     def idle_nbytes(self, num_tokens: int) -> int:
         """Bytes of what a step of so many tokens does not read."""
@@ -195,8 +216,7 @@ class _Layer:
 
     def finish(self, x: FloatArray, attended: FloatArray) -> None:
         """Add attention's output and the MLP's to x, in place."""
-        for start in range(0, len(x), _ROWS):
-            rows = slice(start, start + _ROWS)
+        for rows in self._adapters.pieces(len(x), _ROWS):
             self._finish(x[rows], attended[rows])
 
     def _finish(self, x: FloatArray, attended: FloatArray) -> None:

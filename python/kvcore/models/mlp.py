@@ -15,6 +15,7 @@ from kvcore.models.norm import project
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Linear
+    from kvcore.models.lora import AdaptedLinear
     from kvcore.models.norm import Norm, Residual
     from kvcore.models.reader import Reader
     from kvcore.models.spec import ActivationSpec, MlpSpec
@@ -23,12 +24,15 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class GatedMlp:
-    """An MLP's packed weights, without a norm: a layer's, or an expert's."""
+    """An MLP's packed weights, ``nbytes`` of them, without a norm: a layer's, or an expert's."""
 
     def __init__(self, read: Reader, layer: int, activation: ActivationSpec, *, role: str = "", gated: bool = True):
         """``role`` goes before the roles of its tensors."""
-        self._up = read.linear((f"{role}gate_proj", f"{role}up_proj") if gated else (f"{role}up_proj",), layer)
-        self._down = read.linear((f"{role}down_proj",), layer)
+        before = read.nbytes
+        pack = read.linear if role else read.adapted  # experts take no adapters
+        self._up = pack((f"{role}gate_proj", f"{role}up_proj") if gated else (f"{role}up_proj",), layer)
+        self._down = pack((f"{role}down_proj",), layer)
+        self.nbytes = read.nbytes - before
         self._gated = gated
         self._activation = activation.name
         self._numbers: dict[str, Any] = {}
@@ -36,14 +40,9 @@ class GatedMlp:
             self._numbers = {"alpha": activation.alpha, "limit": activation.limit}
 
     @property
-    def up(self) -> Linear:
+    def up(self) -> Linear | AdaptedLinear:
         """The first product."""
         return self._up
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both matrices."""
-        return self._up.nbytes + self._down.nbytes
 
     def add(self, inner: FloatArray, x: FloatArray) -> None:
         """x += the second product of what the first gave."""

@@ -92,7 +92,7 @@ def find_model(model: str | Path) -> Model:
     name = text.lower()
     if name in pull.known_names():
         pulled = pull.path_of(name)
-        if pulled is not None:
+        if pulled is not None and pulled.suffix == ".gguf":
             return _from_gguf(pulled, name)
     if name in SHAPES:
         return Model(name, "built in", Config(SHAPES[name], name))
@@ -152,8 +152,9 @@ def _safetensors(folder: Path) -> StoredWeights | None:
 
 def _from_gguf(path: Path, name: str) -> Model:
     """Imports numpy."""
-    from kvcore.checkpoint.gguf import GGUFFile, to_config
+    from kvcore.checkpoint.gguf import ROPE_TENSORS, GGUFFile, to_config
 
     file = GGUFFile(path)
-    weights = StoredWeights.of(1, ((t.type, t.shape, t.end - t.begin) for t in file.tensors.values()))
+    tensors = [tensor for tensor_name, tensor in file.tensors.items() if tensor_name not in ROPE_TENSORS]
+    weights = StoredWeights.of(1, ((t.type, t.shape, t.end - t.begin) for t in tensors))
     return Model(name, str(path), to_config(file), weights)
