@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +43,7 @@ class Reader:
         threads: the pool that packs, and runs the products.
         adapters: where adapters can be applied to what was read.
         nbytes: bytes of all that was read, as it is held.
+        formats: weights of packed matrices by what they are held in.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type than the spec says.
@@ -55,6 +57,7 @@ class Reader:
         self.spec = spec
         self.threads = threads
         self.nbytes = 0
+        self.formats = Counter[str]()
         self.adapters = Adapters(threads)
         self._weights = weights
         self._dtype = dtype
@@ -177,6 +180,8 @@ class Reader:
 
     def _count(self, held: _T) -> _T:
         self.nbytes += held.nbytes
+        if isinstance(held, Linear):
+            self.formats[held.dtype] += held.in_features * held.out_features
         return held
 
 
