@@ -18,7 +18,7 @@ export VIRTUAL_ENV := $(abspath $(VENV))
 unexport CONDA_PREFIX
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format wheel smoke test-isa test-memory clean lock develop \
+.PHONY: help demo test test-models bench lint format wheel smoke test-isa test-memory clean lock develop \
 	test-rust test-python lint-rustfmt lint-clippy lint-ruff lint-format lint-mypy lint-stubs
 
 help: ## list the targets
@@ -35,6 +35,9 @@ test-rust:
 
 test-python: develop
 	$(BIN)/pytest
+
+test-models: develop ## fetch real models (1.1 GB) and run them against their golden tokens
+	$(BIN)/pytest -m real
 
 bench: ## run the benchmarks of the Rust core
 	cargo bench $(CARGO_FLAGS)

@@ -27,6 +27,14 @@ settings.register_profile("long", settings.get_profile("ci"), max_examples=1000,
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what fetches hundreds of megabytes, unless `-m` names it (`make test-models`)."""
+    if "real" not in config.getoption("-m"):
+        left_out = [item for item in items if item.get_closest_marker("real")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The SmolLM2-135M file, fetched if it is not there yet."""

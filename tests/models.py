@@ -202,8 +202,8 @@ def recorded(llm: LLM) -> Iterator[Callable[[RequestOutput], Floats]]:
     decoder, scheduler = llm._decoder, llm._engine._scheduler
     forward = decoder.forward
 
-    def recording(*args: Any) -> Floats:
-        logits: Floats = forward(*args)
+    def recording(*args: Any, **options: Any) -> Floats:
+        logits: Floats = forward(*args, **options)
         sampled = [seq for seq, n in scheduler.items if seq.num_missing == n]
         assert len(sampled) in (len(logits), 0)
         for seq, row in zip(sampled, logits, strict=False):

@@ -18,7 +18,6 @@ from kvcore.checkpoint.config import (
     config_dtype,
     load_config,
     load_generation_config,
-    refuse_quantization,
 )
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError, InvalidArgument, KvcoreError
@@ -252,14 +251,6 @@ def test_load_config_knows_its_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as info:
         spec_from_config(load_config(tmp_path))
     assert str(info.value).startswith(f"{tmp_path / 'config.json'}: vocab_size: ")
-
-
-def test_quantised_checkpoints_are_refused_by_name() -> None:
-    refuse_quantization({"quantization_config": None})
-    with pytest.raises(CheckpointError, match=r"quantization_config.*quantised by gptq"):
-        refuse_quantization({"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    with pytest.raises(CheckpointError, match="quantised by an unnamed method"):
-        refuse_quantization({"quantization_config": [4]})
 
 
 def test_config_dtype() -> None:

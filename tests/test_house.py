@@ -55,7 +55,9 @@ PYTHON = {
     "prompts": {"errors", "engine", "text"},
     "prompt_caching": {"errors", "engine"},
     "structured": {"errors", "engine", "text"},
+    "lora": {"errors", "checkpoint"},
     "llm": {
+        "lora",
         "errors",
         "engine",
         "checkpoint",
@@ -69,13 +71,13 @@ PYTHON = {
         "structured",
         "loading",
     },
-    "async_llm": {"errors", "engine", "outputs", "prompts", "reply", "llm"},
+    "async_llm": {"errors", "engine", "lora", "outputs", "prompts", "reply", "llm"},
     "session": {"errors", "engine", "outputs", "prompts", "llm"},
     "live": set(),
     "metrics": {"errors", "live"},
     "plan": {"errors", "checkpoint", "models"},
     "cli": {"errors", "engine", "outputs", "checkpoint", "llm", "live", "plan"},
-    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "async_llm", "session", "viz"},
+    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "lora", "async_llm", "session", "viz"},
     "__main__": {"cli"},
 }
 """Whom each module of the Python package may import, also inside of functions."""

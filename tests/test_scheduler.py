@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcore import KVCache, KVGroup
+from kvcore.engine.engine import Engine
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.policy import AGING, order, reservation
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Sequence, State
 from kvcore.engine.space import Space
-from kvcore.errors import InvalidArgument
+from kvcore.errors import InvalidArgument, OutOfBlocks
 from mocks import MockCache, MockDecoder
 
 ARRIVALS = itertools.count()
@@ -289,6 +293,49 @@ def test_pools_of_several_groups() -> None:
     assert space.to_come(1600, 0, 1600) == [0, 0]
     windows = [KVGroup("sliding_window", [0], num_kv_heads=1, head_dim=8, window=32, num_blocks=12)]
     assert Space(KVCache(groups=windows), 16).capacity > 10**6
+    assert (
+        Space(KVCache(groups=windows), 2048).max_chunk == 9 * 16
+    )  # two blocks for the window, and one it only touches
+    cross = [KVGroup("full", [0], num_kv_heads=1, head_dim=8, num_blocks=50), KVGroup("cross", [1], num_blocks=3)]
+    space = Space(KVCache(groups=cross, num_kv_heads=1, head_dim=8), 16)
+    assert (space.capacity, space.free()) == (800, [50])
+
+
+class Zeros:
+    """A model of two layers that stores zeros and always says the same."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.spec = SimpleNamespace(vocab_size=5000)
+
+    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
+        return None
+
+    def forward(self, batch: Any, ids: Any, positions: Any, lens: Any, rows: Any, /) -> Any:
+        zeros = np.zeros((len(ids), 1, 8), np.float32)
+        for layer in range(2):
+            self.cache.write(layer, batch, zeros, zeros)
+        return np.eye(1, 100, dtype=np.float32).repeat(len(rows), 0)
+
+
+def test_windows_in_a_small_pool() -> None:
+    """Prompts much longer than the window's pool, several at once: nobody is refused, and nothing leaks."""
+    groups = [
+        KVGroup("full", [0], num_kv_heads=1, head_dim=8, num_blocks=150),
+        KVGroup("sliding_window", [1], num_kv_heads=1, head_dim=8, window=32, num_blocks=12),
+    ]
+    cache = KVCache(groups=groups)
+    engine = Engine(Zeros(cache))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    seqs = [engine.add_request(str(i), range(700 * i, 700 * i + 600 + i), params) for i in range(6)]
+    with pytest.raises(OutOfBlocks, match="151 blocks of 16 needed, 150 available"):
+        engine.add_request("long", [1] * 2401, params)
+    while engine.has_unfinished:
+        assert not [o.error for o in engine.step() if o.error is not None]
+    assert [s.finish_reason for s in seqs] == ["length"] * 6
+    assert [s.num_generated for s in seqs] == [40] * 6
+    cache.check()
+    assert cache.stats()["used"] == 0
 
 
 def test_release_can_be_repeated() -> None:

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from kvcore.checkpoint.config import Config
 from kvcore.errors import CheckpointError, InvalidArgument
-from kvcore.text.tokenizer import PRE_TOKENIZERS, Tokenizer
+from kvcore.text.pre_tokenizers import PRE_TOKENIZERS
+from kvcore.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 EXPECTED = json.loads((DATA / "smollm2" / "expected.json").read_text(encoding="utf-8"))
@@ -81,6 +83,17 @@ def test_smollm2_golden(smollm2: Tokenizer) -> None:
         ("default", "a+b 1234", ["a", "+", "b", " ", "123", "4"]),
         ("llama-bpe", "It'S 12345\n\n x(y)", ["It", "'S", " ", "123", "45", "\n\n", " x", "(y", ")"]),
         ("qwen2", "I'LL 123 a!!\r\n b", ["I", "'LL", " ", "1", "2", "3", " a", "!!\r\n", " b"]),
+        ("command-r", "a 12 don't", ["a", " ", "1", "2", " don", "'t"]),
+        ("glm4", "I'M 12345", ["I", "'M", " ", "123", "45"]),
+        ("falcon", "a`b 12345", ["a", "`", "b", " ", "123", "45"]),
+        ("tekken", "HelloWORLD camelCase 12 a/b", ["Hello", "WORLD", " camel", "Case", " ", "1", "2", " a", "/b"]),
+        ("tekken", "don't", ["don", "'t"]),
+        ("gpt-4o", "don't I'LL 1234 HTTPServer", ["don't", " I'LL", " ", "123", "4", " HTTPServer"]),
+        ("gpt-4o", "x+=1;\n\n y", ["x", "+=", "1", ";\n\n", " y"]),
+        ("deepseek-v3", "a.bc 1234 漢字かな x", ["a", ".bc", " ", "123", "4", " ", "漢字かな", " x"]),
+        ("deepseek-llm", "ab cd, 123\n x", ["ab", " cd", ",", " ", "123", "\n", " x"]),
+        ("deepseek-coder", "ab12 (c)", ["ab", "1", "2", " (", "c", ")"]),
+        ("viking", "kaksi 12, kolme", ["kaksi", " ", "1", "2", ",", " kolme"]),
     ],
 )
 def test_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
@@ -92,7 +105,7 @@ def test_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
 def test_bpe_round_trip(pre: str, text: str) -> None:
     tokenizer = TOKENIZERS[pre]
     expected = text
-    if pre == "qwen2":
+    if PRE_TOKENIZERS[pre].nfc:
         import unicodedata
 
         expected = unicodedata.normalize("NFC", text)
@@ -183,8 +196,8 @@ def test_chat_templates_of_gguf() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre": "tekken"}, r"'tekken'.*supported are default, gpt-2, smollm, llama-bpe, qwen2"),
-        ({"model": "t5"}, r"'t5'.*'gpt2'.*'llama'"),
+        ({"pre": "warp"}, r"'warp'.*supported are bloom, .*, viking"),
+        ({"model": "rwkv"}, r"'rwkv'.*'gpt2'.*'llama'.*'t5'"),
         ({"model": None}, r"None"),
         ({"tokens": None}, r"no tokenizer.ggml.tokens"),
         ({"tokens": [1, 2]}, r"strings"),
@@ -193,6 +206,11 @@ def test_chat_templates_of_gguf() -> None:
         ({"merges": ["x yzzy"]}, r"merges do not fit"),
         ({"token_type": [1]}, r"token_type has 1 entries for 259"),
         ({"eos_token_id": 5000}, r"eos_token_id is 5000, but there are only 259"),
+        ({"eos_token_id": "1"}, r"eos_token_id: expected int, got '1'"),
+        ({"add_bos_token": "yes"}, r"add_bos_token: expected bool, got 'yes'"),
+        ({"tokens": "abc"}, r"tokens must hold strings only"),
+        ({"token_type": ["1"] * 259}, r"token_type must hold values of type int only"),
+        ({"pre": 3}, r"pre: expected str, got 3"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, r"twice.*'a'"),
     ],
 )
@@ -203,6 +221,55 @@ def test_damaged_gguf(changes: dict[str, Any], message: str) -> None:
     metadata = {key: value for key, value in metadata.items() if value is not None}
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         Tokenizer.from_gguf(metadata)
+
+
+UNIGRAM = {
+    "tokenizer.ggml.model": "t5",
+    "tokenizer.ggml.tokens": ["<pad>", "</s>", "<unk>", "▁", "a", "▁a", "b", "ab", "▁ab", "<extra_id_0>"],
+    "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -2.0, -4.0, -3.0, -3.5, -6.0, -5.0, 0.0],
+    "tokenizer.ggml.token_type": [3, 3, 2, 1, 1, 1, 1, 1, 1, 4],
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.unknown_token_id": 2,
+    "tokenizer.ggml.precompiled_charsmap": [],
+}
+
+
+def test_unigram() -> None:
+    """The cut with the best sum of scores, spaces collapsed, and the end-of-sequence token behind."""
+    tokenizer = Tokenizer.from_gguf(UNIGRAM)
+    assert tokenizer.encode("ab") == [8, 1]  # -5 is more than -3 - 3.5
+    assert tokenizer.encode("  a   a ", False) == [5, 5]
+    assert tokenizer.encode("ba", False) == [3, 6, 4]
+    assert tokenizer.encode("a<extra_id_0>", False) == [5, 9]
+    assert tokenizer.encode("ax", False) == [5, 2]
+    assert tokenizer.decode([5, 8, 1]) == "a ab"
+    assert tokenizer.is_special(1)
+    assert not tokenizer.byte_exact
+    with pytest.raises(CheckpointError, match="scores has no entries for 10 tokens"):
+        Tokenizer.from_gguf({**UNIGRAM, "tokenizer.ggml.scores": None})
+
+
+ODD: tuple[Any, ...] = (
+    None, 0, -1, 10**6, 2**64, 1.5, float("nan"), True, "", "x", b"x", [], [0], ["a"], [None], ["a b"] * 3, [[1]],
+    np.array([1, 2]), np.array([1.0] * 259), np.array([7] * 259), np.array([], bool), np.array(1), {"a": 1},
+)  # fmt: skip
+
+
+@given(st.data())
+@pytest.mark.parametrize("metadata", [gguf_bpe("gpt-2", ("h e",)), SENTENCEPIECE["metadata"], UNIGRAM], ids=str)
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer.ggml.pre")
+def test_any_value_under_any_key(metadata: dict[str, Any], data: st.DataObject) -> None:
+    """A tokenizer, or an error that says what is wrong: nothing else comes of a stranger's file."""
+    metadata = Config(metadata, "x.gguf")
+    keys = [*metadata, "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.unknown_token_id", "tokenizer.chat_template"]
+    for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)):
+        metadata[key] = data.draw(st.sampled_from(ODD))
+    try:
+        tokenizer = Tokenizer.from_gguf(metadata)
+    except CheckpointError as error:
+        assert str(error).startswith("x.gguf: ")  # noqa: PT017
+    else:
+        tokenizer.decode(tokenizer.encode("he said"))
 
 
 def test_missing_pre_warns() -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvcore import viz
     from kvcore.async_llm import AsyncLLM
     from kvcore.llm import LLM
+    from kvcore.lora import LoRARequest
     from kvcore.outputs import BeamSearchOutput, CompletionOutput, RequestOutput, Usage
     from kvcore.session import Session
 
@@ -61,6 +62,7 @@ __all__ = [
     "KVGroup",
     "KvcoreError",
     "Linear",
+    "LoRARequest",
     "OutOfBlocks",
     "OutOfMemory",
     "Pin",
@@ -86,6 +88,7 @@ _LAZY = {
     "BeamSearchOutput": "kvcore.outputs",
     "CompletionOutput": "kvcore.outputs",
     "LLM": "kvcore.llm",
+    "LoRARequest": "kvcore.lora",
     "RequestOutput": "kvcore.outputs",
     "Session": "kvcore.session",
     "Usage": "kvcore.outputs",

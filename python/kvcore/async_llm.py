@@ -34,6 +34,8 @@ from kvcore.reply import Reply, Submission
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from kvcore.lora import LoRARequest
+
 
 class AsyncLLM:
     """A language model for asyncio. Its thread starts with the first request and ends with ``close``."""
@@ -67,6 +69,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one prompt, as ``LLM.stream``: each item has what is new.
 
@@ -79,7 +82,8 @@ class AsyncLLM:
         inputs = self._llm._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        return self._start(self._llm._submissions([(*inputs[0], ())], params, True, priority, timeout)[0])
+        asked = [(*inputs[0], ())]
+        return self._start(self._llm._submissions(asked, params, True, priority, timeout, None, lora_request)[0])
 
     def chat(
         self,
@@ -90,12 +94,13 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
         **template_values: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation, as ``LLM.stream_chat``."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
         asked = [self._llm._conversation(messages, values)]
-        return self._start(self._llm._submissions(asked, params, True, priority, timeout)[0])
+        return self._start(self._llm._submissions(asked, params, True, priority, timeout, None, lora_request)[0])
 
     async def stats(self) -> dict[str, Any]:
         """As ``LLM.stats``; waits for the step that runs."""

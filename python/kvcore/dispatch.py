@@ -72,6 +72,7 @@ class Dispatcher:
                         timeout=submission.timeout,
                         marks=submission.marks,
                         make_constraint=submission.make_constraint,
+                        adapter=submission.adapter,
                     )
                 )
 

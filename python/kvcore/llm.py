@@ -20,6 +20,7 @@ from kvcore.engine.logits import Constraint
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.errors import InvalidArgument
 from kvcore.loading import Options, Parts, load_parts, make_chat_template, parts_from_config
+from kvcore.lora import LoadedAdapters, LoRARequest
 from kvcore.outputs import BeamSearchOutput, RequestOutput
 from kvcore.progress import progress_bar
 from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
@@ -192,6 +193,7 @@ class LLM:
         self._prompts = Prompts(parts.tokenizer, parts.name)
         self._min_marked_tokens = options.prompt_cache_min_tokens
         self._grammars: Grammars | None = None
+        self._adapters = LoadedAdapters(lambda lora: self._decoder.adapter(lora))
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -205,6 +207,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several prompts; several decode together in one batch.
 
@@ -221,6 +224,7 @@ class LLM:
                 (``finish_reason`` "abort", ``stop_reason`` "timeout").
             callback: is called for each request with what is new of it after each step, as the items of ``stream``.
                 If it raises, that request is aborted, its output's ``error`` says why, and all others go on.
+            lora_request: an adapter for all prompts, or a list with one or None for each; others are not affected.
 
         Returns:
             One output per prompt, in order.
@@ -228,13 +232,16 @@ class LLM:
         Raises:
             InvalidArgument: an empty prompt, an id or a length that the model does not take, params that do not fit.
             OutOfBlocks: a prompt that could never fit into the cache.
+            CheckpointError: an adapter that is missing, damaged, not supported, or of another model.
             TypeError: prompts or params of the wrong type.
             InvalidState: logits that are no numbers, or a closed LLM.
             All are checked for every prompt before any runs. Whatever is raised, Ctrl-C included, ends the whole call
             and returns its blocks.
         """
         asked = [(text, token_ids, ()) for text, token_ids in self._prompts.inputs(prompts)]
-        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        replies = self._run(
+            self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request), progress
+        )
         return [reply.output() for reply in replies]
 
     def chat(
@@ -249,6 +256,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         **template_values: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
@@ -257,7 +265,7 @@ class LLM:
             messages: a conversation, a list of {"role": ..., "content": ...}; or a list of conversations. A content is
                 a text or a list of blocks {"type": "text", "text": ...}. A message or block may have a
                 "cache_control", see ``kvcore.prompt_caching``.
-            params, use_cache, progress, priority, timeout, callback: as ``generate``.
+            params, use_cache, progress, priority, timeout, callback, lora_request: as ``generate``.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt: end the prompt with the start of the assistant's turn.
             template_values: further variables of the template, such as ``tools``.
@@ -276,16 +284,23 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
         asked = [self._conversation(conversation, values) for conversation in conversations]
-        replies = self._run(self._submissions(asked, params, use_cache, priority, timeout, callback), progress)
+        replies = self._run(
+            self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request), progress
+        )
         return [reply.output() for reply in replies]
 
     def beam_search(
-        self, prompts: Prompt | list[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+        self,
+        prompts: Prompt | list[Prompt],
+        params: BeamSearchParams,
+        *,
+        progress: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[BeamSearchOutput]:
         """The most probable answers to each prompt, by beam search; beams share their blocks.
 
         Args:
-            prompts, progress: as ``generate``.
+            prompts, progress, lora_request: as ``generate``.
             params: width, length and penalty.
 
         Returns:
@@ -297,7 +312,9 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
         inputs = self._prompts.inputs(prompts)
-        replies = self._run([Submission(text=text, token_ids=ids, params=params) for text, ids in inputs], progress)
+        adapter = self._adapters.get(lora_request)
+        submissions = [Submission(text=text, token_ids=ids, params=params, adapter=adapter) for text, ids in inputs]
+        replies = self._run(submissions, progress)
         return [reply.beams() for reply in replies]
 
     def stream(
@@ -308,6 +325,7 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one prompt token by token.
 
@@ -316,7 +334,7 @@ class LLM:
         have computed of this request meanwhile comes with its next item.
 
         Args:
-            prompt, params, use_cache, priority, timeout: as ``generate``, one prompt.
+            prompt, params, use_cache, priority, timeout, lora_request: as ``generate``, one prompt.
 
         Yields:
             An output after each step, whose ``outputs[i].text`` and ``.token_ids`` are what is new. (Other calls
@@ -330,7 +348,8 @@ class LLM:
         inputs = self._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        return self._stream(self._submissions([(*inputs[0], ())], params, use_cache, priority, timeout)[0])
+        asked = [(*inputs[0], ())]
+        return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
 
     def stream_chat(
         self,
@@ -342,14 +361,15 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
         **template_values: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation token by token: ``chat`` and ``stream`` in one."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
         asked = [self._conversation(messages, values)]
-        return self._stream(self._submissions(asked, params, use_cache, priority, timeout)[0])
+        return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
 
-    def logits(self, token_ids: Any) -> FloatArray:
+    def logits(self, token_ids: Any, *, lora_request: LoRARequest | None = None) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].
 
         Computed in chunks; nothing is read from the prefix cache or left in it, and no other call runs meanwhile.
@@ -359,8 +379,9 @@ class LLM:
             OutOfBlocks: the cache lacks the space, or running requests leave too little of it.
         """
         dispatcher = self._dispatcher
+        adapter = self._adapters.get(lora_request)
         with dispatcher.here, dispatcher.lock:
-            return dispatcher.engine.logits(token_ids)
+            return dispatcher.engine.logits(token_ids, adapter)
 
     def calibrate(self, prompts: Prompt | list[Prompt]) -> None:
         """Find static scales of an fp8 cache from what the model writes for some sample text.
@@ -464,6 +485,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        lora_request: Any = None,
     ) -> list[Submission]:
         if not isinstance(use_cache, bool):
             raise TypeError(f"use_cache: expected True or False, got {use_cache!r}")
@@ -479,6 +501,10 @@ class LLM:
         for value in priorities:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"priority: expected an integer or a list of them, got {value!r}")
+        wanted = list(lora_request) if isinstance(lora_request, (list, tuple)) else [lora_request] * len(asked)
+        if len(wanted) != len(asked):
+            raise InvalidArgument(f"lora_request: expected one for each of the {len(asked)} prompts, got {len(wanted)}")
+        adapters = [self._adapters.get(each) for each in wanted]
         return [
             Submission(
                 text=text,
@@ -490,9 +516,10 @@ class LLM:
                 marks=marks,
                 make_constraint=self._constraint(each),
                 callback=callback,
+                adapter=adapter,
             )
-            for (text, token_ids, marks), each, rank in zip(
-                asked, self._prompts.params(params, len(asked)), priorities, strict=True
+            for (text, token_ids, marks), each, rank, adapter in zip(
+                asked, self._prompts.params(params, len(asked)), priorities, adapters, strict=True
             )
         ]
 

@@ -30,6 +30,7 @@ class Submission:
     timeout: float | None = None
     marks: Marks = ()
     make_constraint: Callable[[], Constraint] | None = None
+    adapter: Any = None
     callback: Callable[[RequestOutput], Any] | None = None
 
 

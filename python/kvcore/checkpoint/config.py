@@ -62,6 +62,10 @@ class ConfigReader:
         """Whether the key is there and not null."""
         return self._config.get(key) is not None
 
+    def keys(self) -> list[str]:
+        """All keys."""
+        return list(self._config)
+
     @overload
     def integer(self, key: str, *, minimum: int = ..., maximum: int = ...) -> int: ...
     @overload
@@ -215,25 +219,6 @@ def load_generation_config(folder: str | Path, config: Mapping[str, Any]) -> Gen
     """
     path = Path(folder) / "generation_config.json"
     return GenerationConfig.merge(config, Config(read_json(path), str(path)) if path.exists() else None)
-
-
-def refuse_quantization(config: Mapping[str, Any]) -> None:
-    """Refuse weights in a quantised format, by the name of the method.
-
-    Raises:
-        CheckpointError: the configuration has a ``quantization_config`` (or the older ``compression_config``).
-    """
-    for key in ("quantization_config", "compression_config"):
-        entry = config.get(key)
-        if entry is None:
-            continue
-        method = entry.get("quant_method") if isinstance(entry, Mapping) else None
-        source = getattr(config, "source", "config")
-        raise CheckpointError(
-            f"{source}: {key}: expected weights in float32, float16 or bfloat16, got weights quantised by "
-            f"{method if isinstance(method, str) else 'an unnamed method'}, which is not supported; use the "
-            f"unquantised checkpoint or a .gguf file"
-        )
 
 
 def config_dtype(config: Mapping[str, Any]) -> str | None:

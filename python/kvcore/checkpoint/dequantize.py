@@ -6,6 +6,7 @@ A block holds 32 or 256 weights of a row as small integers q with float16 scales
     Q4_1, Q5_1         d * q + m                             one scale d, one minimum m
     Q4_K, Q5_K         (d * sc) * q - (dmin * mn)            sc, mn: 6 bits for each 32 weights
     Q6_K               (d * sc) * (q - 32)                   sc: 8 bits for each 16 weights
+    MXFP4              2^(e - 128) * code[q]                 e: 8 bits; codes are twice the values of fp4 e2m1
 
 "Exactly" means: the very float32 operations of ggml's reference code, in its order, so that the result is bitwise that
 of llama.cpp's own scalar dequantisation.
@@ -162,6 +163,16 @@ def _q6_k(blocks: _Bytes, out: _Floats) -> None:
     weights *= scales[:, :, None]
 
 
+_FP4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def _mxfp4(blocks: _Bytes, out: _Floats) -> None:
+    q = np.empty(out.shape, np.uint8)
+    _nibbles(blocks[:, 1:], q)
+    np.take(_FP4_CODES, q, out=out)
+    out *= np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+
+
 BLOCKS: Final[Mapping[str, tuple[int, int, Callable[[_Bytes, _Floats], None]]]] = {
     "Q4_0": (32, 18, _q4_0),
     "Q4_1": (32, 20, _q4_1),
@@ -171,5 +182,6 @@ BLOCKS: Final[Mapping[str, tuple[int, int, Callable[[_Bytes, _Floats], None]]]] 
     "Q4_K": (256, 144, _q4_k),
     "Q5_K": (256, 176, _q5_k),
     "Q6_K": (256, 210, _q6_k),
+    "MXFP4": (32, 17, _mxfp4),
 }
 """The block formats that are read: weights in a block, bytes of a block, and what expands blocks into an array."""

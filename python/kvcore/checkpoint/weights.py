@@ -109,29 +109,30 @@ class SafetensorsFile:
         self.path = Path(path)
         self.tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         """Name to type, shape, and begin and end of its bytes in the file."""
-        self._bytes = map_file(self.path)
+        self.bytes = map_file(self.path)
+        """All of the file, mapped."""
         self._parse()
 
     def get(self, name: str) -> npt.NDArray[Any]:
         """A view of a tensor's bytes in the file; a copy if the file does not align it."""
         dtype, shape, begin, end = self.tensors[name]
-        array = self._bytes[begin:end].view(READABLE[dtype]).reshape(shape)
+        array = self.bytes[begin:end].view(READABLE[dtype]).reshape(shape)
         return array if array.flags.aligned else array.copy()
 
     def _parse(self) -> None:
-        size = len(self._bytes)
-        if bytes(self._bytes[:23]) == b"version https://git-lfs":
+        size = len(self.bytes)
+        if bytes(self.bytes[:23]) == b"version https://git-lfs":
             raise self._error(
                 "a Git LFS pointer stands in place of the file; run `git lfs pull` in its folder, or download it again"
             )
         if size < 8:
             raise self._error(f"expected a header length of 8 bytes, got a file of {size} bytes")
-        length = int.from_bytes(self._bytes[:8].tobytes(), "little")
+        length = int.from_bytes(self.bytes[:8].tobytes(), "little")
         if length > MAX_HEADER_BYTES:
             raise self._error(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}")
         if length > size - 8:
             raise self._error(f"expected a header of {length} bytes, got {size - 8} bytes after its length: cut short")
-        header = parse_json(self._bytes[8 : 8 + length].tobytes(), f"{self.path}: header", unique=True)
+        header = parse_json(self.bytes[8 : 8 + length].tobytes(), f"{self.path}: header", unique=True)
         start = 8 + length
         available = size - start
         extents: list[tuple[int, int, str]] = []
@@ -268,6 +269,16 @@ class SafetensorsWeights:
         self.dtype(name)
         self._used.add(name)
         return self._files[name].get(name)
+
+    def kind(self, name: str) -> str:
+        """The type as the format names it. Raises ``CheckpointError`` if there is no such tensor."""
+        return self._file(name).tensors[name][0]
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """A tensor of bytes, or of a type of one byte, as bytes in its shape. Raises as ``kind``."""
+        _, shape, begin, end = self._file(name).tensors[name]
+        self._used.add(name)
+        return self._file(name).bytes[begin:end].reshape(shape)
 
     def blocks(self, name: str) -> None:
         """None: these files have no blocks."""

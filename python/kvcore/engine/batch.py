@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcore.engine.interfaces import IntArray
+from kvcore.engine.interfaces import Adapter, IntArray
 from kvcore.engine.scheduler import Item
 from kvcore.engine.sequence import Sequence
 
@@ -31,6 +31,17 @@ def batch_rows(items: list[Item]) -> tuple[IntArray, IntArray, IntArray, IntArra
         np.array(prompt_lens, np.int64),
         np.array(logit_rows, np.int64),
     )
+
+
+def adapter_rows(items: list[Item]) -> list[tuple[Adapter, IntArray]]:
+    """Each adapter that a row of the batch has, with all its rows."""
+    rows: dict[str, tuple[Adapter, list[int]]] = {}
+    start = 0
+    for seq, n in items:
+        if seq.adapter is not None:
+            rows.setdefault(seq.adapter.identity, (seq.adapter, []))[1].extend(range(start, start + n))
+        start += n
+    return [(adapter, np.array(own, np.int64)) for adapter, own in rows.values()]
 
 
 def prompt_rows(seq: Sequence, start: int, end: int) -> range:

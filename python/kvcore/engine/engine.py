@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from kvcore.engine import policy
-from kvcore.engine.batch import batch_rows, prompt_rows
+from kvcore.engine.batch import adapter_rows, batch_rows, prompt_rows
 from kvcore.engine.beams import BeamSearch
 from kvcore.engine.intake import Intake, Marks
-from kvcore.engine.interfaces import Cache, FloatArray, Model
+from kvcore.engine.interfaces import Adapter, Cache, FloatArray, Model
 from kvcore.engine.logits import Constraint
 from kvcore.engine.metrics import EngineMetrics
 from kvcore.engine.sampler import Logprob, Sampled, logprobs, sample
@@ -148,6 +148,7 @@ class Engine:
         timeout: float | None = None,
         marks: Marks = (),
         make_constraint: Callable[[], Constraint] | None = None,
+        adapter: Adapter | None = None,
     ) -> Sequence:
         """Put a request in the queue.
 
@@ -165,6 +166,7 @@ class Engine:
             timeout: seconds from now after which it is aborted, with the stop reason "timeout".
             marks: prefixes of the prompt that the cache shall keep for a time of their own.
             make_constraint: makes the grammar that an answer must follow, a new one for each.
+            adapter: changes the model for this request.
 
         Returns:
             The sequence, which tells how far the request has got; others are its ``siblings``.
@@ -183,6 +185,7 @@ class Engine:
             priority=priority,
             marks=marks,
             make_constraint=make_constraint,
+            adapter=adapter,
         )
         first = sequences[0]
         self._requests[request_id] = sequences
@@ -236,7 +239,7 @@ class Engine:
                 raise
             raise
 
-    def logits(self, token_ids: Any) -> FloatArray:
+    def logits(self, token_ids: Any, adapter: Adapter | None = None) -> FloatArray:
         """The logits of every position, float32 [len(token_ids), vocab], in one go: nothing else runs meanwhile.
 
         The tokens are computed in chunks of ``max_num_batched_tokens``. Nothing is read from the prefix cache or
@@ -264,7 +267,9 @@ class Engine:
                 positions = np.arange(start, start + n, dtype=np.int64)
                 ids = np.array(token_ids[start : start + n], np.int64)
                 lens = np.full(n, total, np.int64)
-                result[start : start + n] = self._model.forward(batch, ids, positions, lens, positions - start)
+                rows = positions - start
+                options = {} if adapter is None else {"adapters": [(adapter, rows)]}
+                result[start : start + n] = self._model.forward(batch, ids, positions, lens, rows, **options)
                 self._cache.commit(batch)
                 self.metrics.num_steps += 1
                 self.metrics.num_computed_tokens += n
@@ -304,7 +309,8 @@ class Engine:
                 seq.metrics.first_scheduled_time = now
                 metrics.num_cached_tokens += seq.num_cached_tokens
         rows = batch_rows(items)
-        logits = self._model.forward(scheduler.batch, *rows)
+        adapters = adapter_rows(items)
+        logits = self._model.forward(scheduler.batch, *rows, **({"adapters": adapters} if adapters else {}))
         self._cache.commit(scheduler.batch)
         for seq, n in items:
             recomputed = seq.num_recomputed_tokens

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvcore.engine import policy
 from kvcore.engine.beams import BeamSearch
+from kvcore.engine.interfaces import Adapter
 from kvcore.engine.logits import Adjuster, Constraint
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import make_generator
@@ -102,6 +103,7 @@ class Intake:
         priority: int,
         marks: Marks,
         make_constraint: Callable[[], Constraint] | None,
+        adapter: Adapter | None = None,
     ) -> list[Sequence]:
         """The sequences of a request, ``arrival`` being its number; the first computes the prompt."""
         token_ids = self.check(prompt_token_ids, params)
@@ -128,6 +130,7 @@ class Intake:
                 marks=marks if use_cache and self._mark_prefixes and sampling.prompt_logprobs is None else (),
                 adjust=self._adjuster(sampling, token_ids, make_constraint),
                 logprobs=None if sampling.logprobs is None else [],
+                adapter=adapter,
             )
             sequences.append(seq)
         first = sequences[0]

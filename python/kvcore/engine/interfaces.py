@@ -43,7 +43,9 @@ class Cache(Protocol):
         """Blocks that an allocation may take: unused ones, and cached ones that no sequence references."""
         ...
 
-    def add(self, token_ids: Any, salt: Any = None, /, *, use_prefix: bool = True) -> Handle:
+    def add(
+        self, token_ids: Any, salt: Any = None, /, *, adapter: str | None = None, use_prefix: bool = True
+    ) -> Handle:
         """Register a sequence; with ``use_prefix`` it starts with the blocks of its longest cached prefix."""
         ...
 
@@ -80,6 +82,15 @@ class Cache(Protocol):
         ...
 
 
+class Adapter(Protocol):
+    """What changes a model for the sequences that ask for it: a LoRA adapter, packed for this model."""
+
+    @property
+    def identity(self) -> str:
+        """Differs for adapters that compute anything else."""
+        ...
+
+
 class Model(Protocol):
     """A decoder that keeps its keys and values in a cache."""
 
@@ -105,6 +116,10 @@ class Model(Protocol):
         prompt_lens: IntArray,
         logit_rows: IntArray,
         /,
+        adapters: Any = (),
     ) -> FloatArray:
-        """Run the planned rows; logits float32 [len(logit_rows), vocab] of the rows asked for."""
+        """Run the planned rows; logits float32 [len(logit_rows), vocab] of the rows asked for.
+
+        ``adapters``: pairs of an adapter and the rows that have it, int64, ascending.
+        """
         ...

@@ -174,7 +174,7 @@ class Scheduler:
             self._admit(budget)
 
     def _take(self, seq: Sequence, budget: int) -> int:
-        n = min(len(seq.token_ids) - seq.num_stored, budget)
+        n = min(len(seq.token_ids) - seq.num_stored, budget, self.space.max_chunk)
         if seq.prompt_logprobs is not None and seq.num_stored < seq.prompt_len:
             n = min(n, _PROMPT_LOGPROB_ROWS)
         self.items.append((seq, n))
@@ -237,7 +237,7 @@ class Scheduler:
                 and end <= len(other.token_ids)
                 and end < len(seq.token_ids)
                 and seq.token_ids[:end] == other.token_ids[:end]
-                and self._salt(seq) == self._salt(other)
+                and self._key(seq) == self._key(other)
             ):
                 return True
         return False
@@ -251,15 +251,20 @@ class Scheduler:
     def _salt(self, seq: Sequence) -> bytes | None:
         return self._model.prompt_salt(seq.prompt_len)
 
+    def _key(self, seq: Sequence) -> tuple[bytes | None, str | None]:
+        return self._salt(seq), None if seq.adapter is None else seq.adapter.identity
+
     def _enter(self, seq: Sequence) -> None:
         self.moving = seq
         self._open(seq)
         self.moving = None
 
     def _open(self, seq: Sequence) -> None:
-        add = partial(self._cache.add, use_prefix=seq.use_prefix)
+        salt, adapter = self._key(seq)
+        options = {} if adapter is None else {"adapter": adapter}
+        add = partial(self._cache.add, use_prefix=seq.use_prefix, **options)
         # One C call from the cache's answer to the list: no byte code between them at which an interrupt could lose it.
-        seq.handles.extend(map(add, (seq.token_ids,), (self._salt(seq),)))
+        seq.handles.extend(map(add, (seq.token_ids,), (salt,)))
         seq.num_stored = seq.handles[0].num_cached_tokens
         for num_tokens, ttl in seq.marks:
             self._cache.mark(seq.handles[0], num_tokens, ttl=ttl)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.engine.interfaces import Handle
+from kvcore.engine.interfaces import Adapter, Handle
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import Logprob
 from kvcore.engine.sampling_params import SamplingParams
@@ -46,6 +46,7 @@ class Sequence:
         siblings: the request's further answers, which begin when the prompt has been computed.
         seats: how many of ``max_num_seqs`` it counts for: also those of its siblings until they begin.
         search: the beam search that it is a beam of.
+        adapter: the adapter that it asks for.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         num_stored: how many of ``token_ids`` have keys and values in the cache now.
@@ -78,6 +79,7 @@ class Sequence:
     siblings: list[Sequence] = field(default_factory=list)
     seats: int = 1
     search: BeamSearch | None = None
+    adapter: Adapter | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
     num_stored: int = 0

@@ -9,11 +9,20 @@ These are the numbers by which requests are let in and refused. Whether a batch 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvcore.engine.interfaces import Cache
 
 _PAGED = ("full", "latent", "sliding_window")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A group's pool: its blocks, and the most of them that one sequence ever holds."""
+
+    total: int
+    most: int
 
 
 class Space:
@@ -22,24 +31,25 @@ class Space:
     Attributes:
         block_size: tokens of a block.
         capacity: the most tokens that one sequence can have in the cache.
+        max_chunk: the most tokens of one sequence in a step: a window's pool must hold them beside the window.
     """
 
     def __init__(self, cache: Cache, max_num_batched_tokens: int) -> None:
         self._cache = cache
         self.block_size = size = cache.block_size
-        groups: list[Any] = [group for group in getattr(cache, "groups", ()) if group.kind in _PAGED]
+        groups: list[Any] = list(getattr(cache, "groups", ()))
         self._single = len(groups) < 2
-        # of each group the blocks of its pool, and the most that one sequence ever holds there
-        self._pools: list[tuple[int, int]] = []
-        self.capacity = 0
-        for group in groups or [None]:
-            total = cache.num_blocks if self._single else group.num_blocks
-            window = getattr(group, "window", None)
-            most = total if window is None else min(total, -(-(window + max_num_batched_tokens) // size) + 1)
-            self._pools.append((total, most))
-        unbounded = [total for group, (total, _) in zip(groups or [None], self._pools, strict=True) if _keeps(group)]
+        kept: list[tuple[int, int | None]] = [
+            (group.num_blocks or cache.num_blocks, group.window) for group in groups if group.kind in _PAGED
+        ] or [(cache.num_blocks, None)]
         # a window never fills up; all layers may have one
-        self.capacity = min(unbounded, default=1 << 30) * size
+        self.capacity = min((total for total, window in kept if window is None), default=1 << 30) * size
+        beside = [total - -(-window // size) - 1 for total, window in kept if window is not None]
+        self.max_chunk = min(max_num_batched_tokens, max(1, min(beside, default=max_num_batched_tokens)) * size)
+        self._pools = [
+            _Pool(total, total if window is None else min(total, -(-(window + self.max_chunk) // size) + 1))
+            for total, window in kept
+        ]
 
     def blocks(self, num_tokens: int) -> int:
         """Blocks of ``num_tokens`` tokens where all are kept."""
@@ -56,8 +66,4 @@ class Space:
         """Blocks that a sequence with ``stored`` tokens still takes until it has ``num_tokens``, of each group."""
         size = self.block_size
         held, wanted = -(-stored // size), -(-num_tokens // size)
-        return [max(0, min(wanted, most) - min(held, most)) + copies for _, most in self._pools]
-
-
-def _keeps(group: Any) -> bool:
-    return group is None or group.window is None
+        return [max(0, min(wanted, pool.most) - min(held, pool.most)) + copies for pool in self._pools]

@@ -48,7 +48,7 @@ class Attention:
         self._rope = attention.rope
         self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._norm = read.optional_norm("input_norm", layer)
-        self._qkv = read.linear(("q_proj", "k_proj", "v_proj"), layer)
+        self._qkv = read.adapted(("q_proj", "k_proj", "v_proj"), layer)
         self._split: dict[str, Any] = {"threads": read.threads}
         if attention.rope is not None:
             self._split["interleaved"] = attention.rope.interleaved

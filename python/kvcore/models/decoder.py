@@ -13,6 +13,7 @@ that of its rows, and of numpy only what rounds each value by itself (sums and p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,9 @@ from kvcore.models.spec import MoeSpec
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Batch, KVCache
+    from kvcore.checkpoint.lora import LoraWeights
     from kvcore.checkpoint.weights import Weights
+    from kvcore.models.lora import Adapter, Rows
     from kvcore.models.rope import RopeSpec
     from kvcore.models.spec import DecoderSpec
 
@@ -74,12 +77,21 @@ class Decoder:
         self._norm = read.norm("norm")
         self._layers = [_Layer(read, layer, cache) for layer in range(spec.num_layers)]
         self._nbytes = read.nbytes
+        self._adapters = read.adapters
         read.warn_of_unused()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are held."""
         return self._nbytes
+
+    def adapter(self, lora: LoraWeights) -> Adapter:
+        """Pack an adapter for this decoder.
+
+        Raises:
+            CheckpointError: a module is not the model's or cannot be adapted, or has another shape.
+        """
+        return self._adapters.fit(lora)
 
     def context_len(self, prompt_len: int, length: int, /) -> int:
         """The length that the rope of a request follows, see ``RopeSpec.context_len``.
@@ -104,6 +116,7 @@ class Decoder:
         context_lens: IntArray,
         logit_rows: IntArray,
         /,
+        adapters: Sequence[Rows] = (),
     ) -> FloatArray:
         """Run the planned rows and write their K and V; the caller plans before and commits after.
 
@@ -113,11 +126,13 @@ class Decoder:
             positions: int64 [rows].
             context_lens: int64 [rows], ``context_len`` of each row's request (for rope that depends on it).
             logit_rows: int64 [n], the rows whose logits are wanted.
+            adapters: adapters that ``adapter`` made, each with the rows that have it, int64, ascending.
 
         Returns:
             float32 [n, vocab_size].
         """
         spec = self.spec
+        self._adapters.rows = adapters
         x: FloatArray = self._embedding[token_ids].astype(np.float32)
         if spec.embedding_scale != 1:
             x *= np.float32(spec.embedding_scale)
@@ -131,6 +146,7 @@ class Decoder:
         attended = last.attention(x, step)
         if len(logit_rows) < len(x):
             x, attended = x[logit_rows], attended[logit_rows]
+            self._adapters.keep(logit_rows)
         last.finish(x, attended)
         if len(x) != len(logit_rows):
             x = x[logit_rows]
@@ -163,7 +179,7 @@ class _Layer:
             self.attention = Attention(read, layer, cache)
         else:
             self.attention = LatentAttention(read, layer, latent, cache)
-        self._output = read.linear(("o_proj",), layer)
+        self._output = read.adapted(("o_proj",), layer)
         self._residual = Residual(read.optional_norm("post_attention_norm", layer), scale)
         norm = read.optional_norm("mlp_norm", layer)
         if norm is None and spec.parallel:

@@ -44,15 +44,15 @@ class LatentAttention:
         self._rope = attention.rope
         self._norm = read.optional_norm("input_norm", layer)
         compressed = latent.q_rank is not None
-        self._down = read.linear(("q_a_proj" if compressed else "q_proj", "kv_a_proj"), layer)
+        self._down = read.adapted(("q_a_proj" if compressed else "q_proj", "kv_a_proj"), layer)
         self._q_norm = read.norm("q_a_norm", layer, eps=latent.norm_eps) if compressed else None
-        self._q_up = read.linear(("q_b_proj",), layer) if compressed else None
+        self._q_up = read.adapted(("q_b_proj",), layer) if compressed else None
         self._kv_norm = read.norm("kv_a_norm", layer, eps=latent.norm_eps)
         if latent.absorbed:
             self._k_heads = read.heads("k_b_proj", layer, spec.num_heads, transposed=True)
             self._v_heads = read.heads("v_b_proj", layer, spec.num_heads)
         else:
-            self._kv_up = read.linear(("k_b_proj", "v_b_proj"), layer)
+            self._kv_up = read.adapted(("k_b_proj", "v_b_proj"), layer)
 
     def __call__(self, x: FloatArray, step: Step) -> FloatArray:
         """x [rows, hidden_size]; the result is [rows, num_heads * v_dim]."""

@@ -15,6 +15,7 @@ from kvcore.models.norm import project
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Linear
+    from kvcore.models.lora import AdaptedLinear
     from kvcore.models.norm import Norm, Residual
     from kvcore.models.reader import Reader
     from kvcore.models.spec import ActivationSpec, MlpSpec
@@ -27,8 +28,9 @@ class GatedMlp:
 
     def __init__(self, read: Reader, layer: int, activation: ActivationSpec, *, role: str = "", gated: bool = True):
         """``role`` goes before the roles of its tensors."""
-        self._up = read.linear((f"{role}gate_proj", f"{role}up_proj") if gated else (f"{role}up_proj",), layer)
-        self._down = read.linear((f"{role}down_proj",), layer)
+        pack = read.linear if role else read.adapted  # experts take no adapters
+        self._up = pack((f"{role}gate_proj", f"{role}up_proj") if gated else (f"{role}up_proj",), layer)
+        self._down = pack((f"{role}down_proj",), layer)
         self._gated = gated
         self._activation = activation.name
         self._numbers: dict[str, Any] = {}
@@ -36,7 +38,7 @@ class GatedMlp:
             self._numbers = {"alpha": activation.alpha, "limit": activation.limit}
 
     @property
-    def up(self) -> Linear:
+    def up(self) -> Linear | AdaptedLinear:
         """The first product."""
         return self._up
 

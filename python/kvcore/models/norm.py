@@ -12,6 +12,7 @@ from kvcore._kvcore import layer_norm, rms_norm
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Linear, Threads
+    from kvcore.models.lora import AdaptedLinear
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -32,12 +33,12 @@ class Norm:
             return rms_norm(x, self.weight, self.eps, threads=self.threads)
         return layer_norm(x, self.weight, self.bias, self.eps, threads=self.threads)
 
-    def into(self, linear: Linear, x: FloatArray) -> FloatArray:
+    def into(self, linear: Linear | AdaptedLinear, x: FloatArray) -> FloatArray:
         """Normalise, then multiply: one call."""
         return linear.norm_forward(x, self.weight, self.eps, norm_bias=self.bias, norm=self.kind)
 
 
-def project(linear: Linear, x: FloatArray, norm: Norm | None) -> FloatArray:
+def project(linear: Linear | AdaptedLinear, x: FloatArray, norm: Norm | None) -> FloatArray:
     """``linear(norm(x))``, or without a norm ``linear(x)``."""
     return linear(x) if norm is None else norm.into(linear, x)
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore._kvcore import Arena, Linear
+from kvcore.models.lora import AdaptedLinear, Adapters
 from kvcore.models.norm import Norm
 from kvcore.models.spec import check_weights, read_output, unused_tensors
 
@@ -34,6 +35,7 @@ class Reader:
     Attributes:
         spec: whose tensors.
         threads: the pool that packs, and runs the products.
+        adapters: where adapters can be applied to what was read.
         nbytes: bytes of all that was read, as it is held.
 
     Raises:
@@ -48,6 +50,7 @@ class Reader:
         self.spec = spec
         self.threads = threads
         self.nbytes = 0
+        self.adapters = Adapters(threads)
         self._weights = weights
         self._dtype = dtype
         self._quantization = quantization
@@ -74,7 +77,7 @@ class Reader:
         if eps is not None:
             return Norm("rms", weight, None, eps, self.threads)
         if spec.offset:
-            weight += np.float32(spec.offset)
+            weight = weight + np.float32(spec.offset)  # a copy: the file may hold it as float32, mapped
         bias = self.vector(f"{role}.bias", layer) if self.has(f"{role}.bias", layer) else None
         return Norm(spec.kind, weight, bias, spec.eps, self.threads)
 
@@ -92,6 +95,11 @@ class Reader:
         if blocks is not None and (blocks[0] == "Q8_0" or self._quantization == "int4"):
             return self._of_blocks(*blocks, None)
         return self.pack(tensor.read(self._weights), dtype="int8")
+
+    def adapted(self, names: Sequence[str], layer: int) -> AdaptedLinear:
+        """The same as ``linear``, for adapters to add to."""
+        tensors = [self.spec.tensor(f"{name}.weight", layer) for name in names]
+        return self.adapters.wrap(self.linear(names, layer), tensors)
 
     def linear(self, names: Sequence[str], layer: int, *, dtype: str | None = None) -> Linear:
         """Matrices with the same input as one layer, the outputs below each other; biases where there are any."""

@@ -92,7 +92,7 @@ def find_model(model: str | Path) -> Model:
     name = text.lower()
     if name in pull.known_names():
         pulled = pull.path_of(name)
-        if pulled is not None:
+        if pulled is not None and pulled.suffix == ".gguf":
             return _from_gguf(pulled, name)
     if name in SHAPES:
         return Model(name, "built in", Config(SHAPES[name], name))

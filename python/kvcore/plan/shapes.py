@@ -87,6 +87,9 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "qwen2", 896, 4864, 24, 14, 2, max_position_embeddings=32768, max_window_layers=24, sliding_window=32768,
             tie_word_embeddings=True,
         ),
+        "qwen2.5-coder-0.5b": _qwen(  # as `kvcore pull` brings it
+            "qwen2", 896, 4864, 24, 14, 2, max_position_embeddings=32768, tie_word_embeddings=False
+        ),
         "qwen2.5-7b": _qwen(
             "qwen2", 3584, 18944, 28, 28, 4, max_position_embeddings=131072, max_window_layers=28,
             sliding_window=131072, vocab_size=152064, tie_word_embeddings=False,
@@ -106,6 +109,11 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         ),
         "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4),
         "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
+        "gemma3-270m": {
+            "model_type": "gemma3_text", "torch_dtype": "bfloat16", "vocab_size": 262144, "hidden_size": 640,
+            "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1,
+            "head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768,
+        },
         "gemma-3-1b": {
             "model_type": "gemma3_text", "torch_dtype": "bfloat16", "vocab_size": 262144, "hidden_size": 1152,
             "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,

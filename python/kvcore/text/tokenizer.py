@@ -3,63 +3,29 @@
     encode:  text --split at special tokens--> runs --model's merges--> ids
     decode:  ids --token_bytes--> bytes --UTF-8, U+FFFD for what is invalid--> text
 
-Two sources give the same class: a `tokenizer.json` (read by the `tokenizers` package) and the `tokenizer.ggml.*`
-entries of a GGUF file, of which the byte-level BPE kind is rebuilt with the `tokenizers` package and the
-SentencePiece kind runs in `sentencepiece.py`.
+Two sources give the same class: a `tokenizer.json` (read by the `tokenizers` package) and the entries of a GGUF file
+(read by `gguf_vocab.py`).
 """
 
 from __future__ import annotations
 
 import json
 import operator
-import re
 import stat
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from kvcore.errors import CheckpointError, InvalidArgument
+from kvcore.text.gguf_vocab import BYTE_TOKEN, vocabulary_from_gguf
 from kvcore.text.sentencepiece import SPACE, SentencePieceBpe
-
-# Pre-tokenizers: how text is cut before merging. The names are those of `tokenizer.ggml.pre` and the cuts those of
-# llama.cpp (src/llama-vocab.cpp, llm_tokenizer_bpe), written as in the models' own tokenizer.json where llama.cpp
-# had to rephrase them for std::regex. Each pattern cuts the pieces that the one before it left; what a pattern does
-# not match stays as a piece.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True)
-class _PreTokenizer:
-    patterns: tuple[str, ...]
-    nfc: bool = False  # Unicode normalisation form C first, as the model's own tokenizer.json has it
-    ignore_merges: bool = False  # a piece that is a token stays whole, whatever the merges say
-    add_bos: bool = False  # what holds if the file has no tokenizer.ggml.add_bos_token
-
-
-PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
-    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _PreTokenizer((_GPT2,)),
-    "smollm": _PreTokenizer((r"\p{N}", _GPT2)),
-    "llama-bpe": _PreTokenizer((_CONTRACTIONS + r"\p{N}{1,3}" + _REST,), ignore_merges=True, add_bos=True),
-    "qwen2": _PreTokenizer((_CONTRACTIONS + r"\p{N}" + _REST,), nfc=True),
-}
-
-# Token types of GGUF (`tokenizer.ggml.token_type`).
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 MAX_TEXT_CHARS = 256 << 20
 """No tokenizer comes near this size (the largest known have 40 MB); larger files are refused."""
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -164,122 +130,19 @@ class Tokenizer:
         """Build the tokenizer that a GGUF file describes.
 
         Args:
-            metadata: the file's key-value pairs as plain Python values, arrays as sequences.
+            metadata: the file's entries; arrays as sequences or numpy arrays. Its ``source``, if it has one, names the
+                file in errors.
 
         Raises:
             CheckpointError: an entry is missing or contradicts another, or the kind of tokenizer is not supported.
         """
-        tokens = _strings(metadata, "tokenizer.ggml.tokens")
-        types = [int(t) for t in metadata.get("tokenizer.ggml.token_type", ())] or [_NORMAL] * len(tokens)
-        if len(types) != len(tokens):
-            raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-        kind = metadata.get("tokenizer.ggml.model")
-        if kind == "gpt2":
-            return cls._from_gguf_bpe(metadata, tokens, types)
-        if kind == "llama":
-            return cls._from_gguf_sentencepiece(metadata, tokens, types)
-        raise CheckpointError(
-            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)"
-        )
-
-    @classmethod
-    def _from_gguf_bpe(cls, metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-        name = metadata.get("tokenizer.ggml.pre")
-        if name is None:
-            warnings.warn(
-                "the file has no tokenizer.ggml.pre: text is cut as llama.cpp's 'default' does, which may give other"
-                " tokens than the model was trained with",
-                stacklevel=3,
-            )
-            name = "default"
-        pre = PRE_TOKENIZERS.get(name)
-        if pre is None:
-            known = ", ".join(PRE_TOKENIZERS)
-            raise CheckpointError(f"tokenizer.ggml.pre is {name!r}, which is not supported; supported are {known}")
-
-        # Merge parts never hold a plain space: in the byte alphabet it is written as another character.
-        merges: list[tuple[str, str]] = []
-        for i, merge in enumerate(_strings(metadata, "tokenizer.ggml.merges")):
-            left, separator, right = merge.partition(" ")
-            if not (left and separator and right):
-                raise CheckpointError(f"tokenizer.ggml.merges[{i}] is {merge!r}, not two parts with a space between")
-            merges.append((left, right))
-        vocab = {token: i for i, token in enumerate(tokens)}
-        if len(vocab) != len(tokens):
-            raise CheckpointError(f"tokenizer.ggml.tokens names a token twice: {_first_duplicate(tokens)!r}")
-        try:
-            model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
-        except Exception as error:  # the package raises bare Exception
-            raise CheckpointError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
-
-        backend = tokenizers.Tokenizer(model)
-        if pre.nfc:
-            backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
-            + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-        backend.decoder = decoders.ByteLevel()
-        backend.add_tokens(
-            [
-                tokenizers.AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
-                for token, kind in zip(tokens, types, strict=True)
-                if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
-            ]
-        )
-        return cls._from_gguf_backend(metadata, tokens, types, backend, add_bos=pre.add_bos)
-
-    @classmethod
-    def _from_gguf_sentencepiece(cls, metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-        scores = [float(score) for score in metadata.get("tokenizer.ggml.scores", ())]
-        if len(scores) != len(tokens):
-            raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
-        unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-        backend = SentencePieceBpe(
-            tokens,
-            scores,
-            mergeable=[kind in (_NORMAL, _USER_DEFINED, _UNUSED) for kind in types],
-            verbatim=[kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) for kind in types],
-            byte_ids=_byte_ids(tokens, types),
-            unknown_id=_checked_id("tokenizer.ggml.unknown_token_id", unknown, len(tokens)),
-            add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
-        )
-        return cls._from_gguf_backend(metadata, tokens, types, backend, add_bos=True)
-
-    @classmethod
-    def _from_gguf_backend(
-        cls,
-        metadata: Mapping[str, Any],
-        tokens: list[str],
-        types: list[int],
-        backend: tokenizers.Tokenizer | SentencePieceBpe,
-        *,
-        add_bos: bool,
-    ) -> Tokenizer:
-        named: dict[str, str] = {}
-        # "seperator" is how llama.cpp spells the key.
-        for name, key in (
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("sep_token", "seperator"),
-            ("pad_token", "padding"),
-            ("mask_token", "mask"),
-        ):
-            key = f"tokenizer.ggml.{key}_token_id"
-            if (token_id := metadata.get(key)) is not None:
-                named[name] = tokens[_checked_id(key, token_id, len(tokens))]
-        affixes: list[list[int]] = []
-        for name, default in (("bos", add_bos), ("eos", False)):
-            token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-            wanted = bool(metadata.get(f"tokenizer.ggml.add_{name}_token", default))
-            affixes.append([int(token_id)] if wanted and token_id is not None else [])
+        read = vocabulary_from_gguf(metadata)
         return cls(
-            backend,
-            special_ids=(i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)),
-            special_tokens=named,
-            chat_template=_gguf_chat_templates(metadata),
-            affixes=(affixes[0], affixes[1]),
+            read.backend,
+            special_ids=read.special_ids,
+            special_tokens=read.special_tokens,
+            chat_template=read.chat_template,
+            affixes=read.affixes,
         )
 
     # -- use ----------------------------------------------------------------------------------------------------
@@ -369,7 +232,7 @@ class Tokenizer:
                     bytes((_BYTE_OF[char],)) if char in _BYTE_OF else char.encode("utf-8", "replace") for char in token
                 )
             if self._kind == "spaces":
-                if match := _BYTE_TOKEN.fullmatch(token):
+                if match := BYTE_TOKEN.fullmatch(token):
                     return bytes.fromhex(match[1])
                 return token.replace(SPACE, " ").encode("utf-8", "replace")
         return token.encode("utf-8", "replace")
@@ -477,53 +340,3 @@ def _read_text(path: Path) -> str:
     if text.startswith("version https://git-lfs"):
         raise CheckpointError(f"{path}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
     return text
-
-
-# -- helpers of from_gguf --------------------------------------------------------------------------------------------
-
-
-def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
-    value = metadata.get(key)
-    if value is None:
-        raise CheckpointError(f"the file has no {key}")
-    strings = list(value)
-    if not all(isinstance(s, str) for s in strings):
-        raise CheckpointError(f"{key} must hold strings only")
-    return strings
-
-
-def _checked_id(key: str, value: Any, size: int) -> int:
-    if not 0 <= int(value) < size:
-        raise CheckpointError(f"{key} is {value}, but there are only {size} tokens")
-    return int(value)
-
-
-def _byte_ids(tokens: Sequence[str], types: Sequence[int]) -> dict[int, int]:
-    """Byte -> id of the token that stands for it (`<0x0A>`)."""
-    found = {}
-    for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind == _BYTE:
-            match = _BYTE_TOKEN.fullmatch(token)
-            if match is None:
-                raise CheckpointError(f"token {i} is of type byte, but its text is {token!r} and not like '<0x0A>'")
-            found[int(match[1], 16)] = i
-    return found
-
-
-def _first_duplicate(items: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for item in items:
-        if item in seen:
-            return item
-        seen.add(item)
-    return None
-
-
-def _gguf_chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """`tokenizer.chat_template`, and with several, `tokenizer.chat_template.NAME` for each of the further ones."""
-    prefix = "tokenizer.chat_template."
-    found = {key[len(prefix) :]: str(value) for key, value in metadata.items() if key.startswith(prefix)}
-    default = metadata.get("tokenizer.chat_template")
-    if default is not None:
-        found["default"] = str(default)
-    return found["default"] if [*found] == ["default"] else found or None

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.checkpoint.config import Config, ConfigReader
+from kvcore.checkpoint.config import Config
 from kvcore.checkpoint.dequantize import BLOCKS, KNOWN_TYPES, dequantize
 from kvcore.checkpoint.weights import map_file
 from kvcore.errors import CheckpointError
@@ -113,7 +113,7 @@ class GGUFFile:
     Attributes:
         path: the file.
         metadata: its entries. Numbers, booleans and strings are Python's; arrays of strings are ``StringArray``,
-            other arrays read-only numpy arrays.
+            other arrays read-only numpy arrays. Its ``source`` is the file.
         tensors: its tensors by name.
     """
 
@@ -125,7 +125,7 @@ class GGUFFile:
                 the file and what about it is wrong.
         """
         self.path = Path(path)
-        self.metadata: dict[str, Any] = {}
+        self.metadata = Config(source=str(self.path))
         self.tensors: dict[str, GGUFTensor] = {}
         self._bytes = map_file(self.path)
         self._data = self._bytes.data
@@ -154,17 +154,24 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: tensor {name!r}: expected one of {supported}, got {kind}")
         return _HALVES.get(kind, np.dtype(np.float32))
 
-    def get(self, name: str) -> npt.NDArray[Any]:
+    def get(self, name: str, index: int | None = None) -> npt.NDArray[Any]:
         """A tensor; a quantised one as the float32 values that its blocks stand for, exactly.
+
+        Args:
+            name: the tensor.
+            index: of the first of several dimensions; what lies there is read alone.
 
         Raises:
             CheckpointError: as ``dtype``.
         """
         dtype = self.dtype(name)
         tensor = self.tensors[name]
+        data, shape = self._bytes[tensor.begin : tensor.end], tensor.shape
+        if index is not None:
+            data, shape = data.reshape(shape[0], -1)[index], shape[1:]
         if tensor.type in BLOCKS:
-            return dequantize(tensor.type, self._bytes[tensor.begin : tensor.end]).reshape(tensor.shape)
-        array = self._bytes[tensor.begin : tensor.end].view(dtype).reshape(tensor.shape)
+            return dequantize(tensor.type, data).reshape(shape)
+        array = data.view(dtype).reshape(shape)
         return array if array.flags.aligned else array.copy()
 
     def _tensor(self, name: str) -> GGUFTensor:
@@ -321,260 +328,3 @@ class GGUFFile:
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How an architecture of GGUF maps to Hugging Face.
-
-    Attributes:
-        model_type: of config.json.
-        tensors: names outside the layers, GGUF's to Hugging Face's, without ``.weight`` and ``.bias``.
-        layer_tensors: the same within ``blk.N.`` and ``model.layers.N.``.
-        interleaved: layer tensors whose rows llama.cpp keeps in the order of its rope, mapped to the configuration's
-            key for the number of heads.
-    """
-
-    model_type: str
-    tensors: Mapping[str, str]
-    layer_tensors: Mapping[str, str]
-    interleaved: Mapping[str, str]
-
-
-ARCHITECTURES: Final[Mapping[str, Architecture]] = {
-    "llama": Architecture(
-        model_type="llama",
-        tensors={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-        layer_tensors={
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
-        interleaved={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
-    ),
-}
-"""By ``general.architecture``."""
-
-_ROPE_FACTORS: Final = "rope_freqs.weight"
-
-
-class GGUFWeights:
-    """The tensors of a GGUF file under Hugging Face's names, in Hugging Face's order."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        """Map the names.
-
-        Raises:
-            CheckpointError: the architecture, or something it asks for, is not supported.
-        """
-        self.file = file
-        self._architecture = _architecture(file)
-        self._config = to_config(file)
-        self._names: dict[str, str] = {}
-        self._heads: dict[str, int] = {}
-        self._used: set[str] = set()
-        for name in file.tensors:
-            target, heads = self._translate(name)
-            if target in self._names:
-                raise CheckpointError(f"{file.path}: tensor {name!r}: expected one tensor for {target!r}, got two")
-            self._names[target] = name
-            if heads:
-                self._heads[target] = heads
-        if _ROPE_FACTORS in self._names:
-            self._used.add(_ROPE_FACTORS)  # it is read into the configuration
-
-    @classmethod
-    def open(cls, path: str | Path) -> GGUFWeights:
-        """Map a file. Raises ``CheckpointError`` as ``GGUFFile`` and the constructor do."""
-        return cls(GGUFFile(path))
-
-    @property
-    def source(self) -> str:
-        """The file."""
-        return str(self.file.path)
-
-    def to_config(self) -> Config:
-        """The file's hyperparameters as config.json would have them."""
-        return Config(self._config, self._config.source)
-
-    def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor with this name."""
-        return name in self._names
-
-    def names(self) -> list[str]:
-        """All names, sorted. A tensor that the architecture does not know keeps its own."""
-        return sorted(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape, outermost dimension first. Raises ``CheckpointError`` if there is no such tensor."""
-        return self.file.tensors[self._stored(name)].shape
-
-    def dtype(self, name: str) -> np.dtype[Any]:
-        """The type that ``get`` returns. Raises ``CheckpointError`` as it does."""
-        return self.file.dtype(self._stored(name))
-
-    def get(self, name: str) -> npt.NDArray[Any]:
-        """A tensor: float16 and bfloat16 as they are, all else as float32, to which blocks are expanded exactly.
-
-        Raises:
-            CheckpointError: there is no such tensor, its format is not supported, or its rows are no whole heads.
-        """
-        return self._in_order(name, self.file.get(self._stored(name)))
-
-    def blocks(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
-        """A tensor's blocks ``[rows, bytes of a row]``, if they are Q4_0, Q4_1 or Q8_0. Raises as ``get``."""
-        stored = self._stored(name)
-        kind = self.file.tensors[stored].type
-        if kind not in ("Q4_0", "Q4_1", "Q8_0") or len(self.shape(name)) != 2:
-            return None
-        return kind, self._in_order(name, self.file.raw(stored))
-
-    def _in_order(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The rows in Hugging Face's order."""
-        heads = self._heads.get(name)
-        if heads is not None:
-            rows = len(array)
-            if rows % (2 * heads):
-                stored = self._stored(name)
-                raise CheckpointError(
-                    f"{self.source}: tensor {stored!r}: expected rows for {heads} heads of an even size, got {rows}"
-                )
-            # llama.cpp turns neighbours (2k, 2k+1), Hugging Face turns (k, k + half): [head, k, half] back to
-            # [head, half, k]
-            array = array.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(array.shape)
-        self._used.add(name)
-        return array
-
-    def unused(self) -> list[str]:
-        """Names that neither ``get`` nor ``blocks`` gave, sorted."""
-        return sorted(self._names.keys() - self._used)
-
-    def _stored(self, name: str) -> str:
-        try:
-            return self._names[name]
-        except KeyError:
-            raise CheckpointError(f"{self.source}: tensor {name!r}: expected, got no such tensor") from None
-
-    def _translate(self, name: str) -> tuple[str, int]:
-        """Hugging Face's name, and the number of heads if the rows are to be put back in order."""
-        parts = name.split(".")
-        base, suffix = ".".join(parts[:-1]), parts[-1]
-        if suffix in ("weight", "bias"):
-            if base in self._architecture.tensors:
-                return f"{self._architecture.tensors[base]}.{suffix}", 0
-            if len(parts) == 4 and parts[0] == "blk" and parts[2] in self._architecture.layer_tensors:
-                heads = self._architecture.interleaved.get(parts[2])
-                target = f"model.layers.{parts[1]}.{self._architecture.layer_tensors[parts[2]]}.{suffix}"
-                return target, self._config[heads] if heads else 0
-        return name, 0
-
-
-def to_config(file: GGUFFile) -> Config:
-    """A file's hyperparameters as config.json would have them.
-
-    Raises:
-        CheckpointError: the architecture or a feature is not supported, or a value is missing or nonsensical.
-    """
-    architecture = _architecture(file)
-    name = file.metadata["general.architecture"]
-    own = {key[len(name) + 1 :]: _plain(value) for key, value in file.metadata.items() if key.startswith(f"{name}.")}
-    read = ConfigReader(own, f"{file.path}: {name}")
-    for key in ("expert_count", "attention.sliding_window"):
-        if own.get(key):
-            raise read.error(key, "no such key, as it is not supported with this architecture", own[key])
-    hidden = read.integer("embedding_length")
-    heads = read.integer("attention.head_count")
-    if not read.has("attention.key_length") and hidden % heads:
-        raise read.error("attention.head_count", f"a divisor of embedding_length ({hidden})", heads)
-    head_dim = read.integer("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if read.integer(key, head_dim) != head_dim:
-            raise read.error(key, f"the length of a head's key ({head_dim})", own[key])
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    embedding = file.tensors.get("token_embd.weight")
-    vocab = embedding.shape[0] if embedding else len(tokens) if isinstance(tokens, Sequence) else None
-    config = {
-        "model_type": architecture.model_type,
-        "vocab_size": read.integer("vocab_size", vocab) if vocab else read.integer("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": read.integer("feed_forward_length"),
-        "num_hidden_layers": read.integer("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": read.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": read.integer("context_length"),
-        "rope_parameters": {"rope_theta": read.number("rope.freq_base", 10000.0), **_rope(file, read, head_dim)},
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-    }
-    tokenizer = ConfigReader(
-        {k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items() if k.startswith("tokenizer.ggml.")},
-        f"{file.path}: tokenizer.ggml",
-    )
-    ends = [id_ for kind in ("eos", "eot", "eom") for id_ in tokenizer.token_ids(f"{kind}_token_id")]
-    config["eos_token_id"] = list(dict.fromkeys(ends))
-    for key, stored in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
-        config[key] = next(iter(tokenizer.token_ids(stored)), None)
-    return Config(config, str(file.path))
-
-
-def _rope(file: GGUFFile, read: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """The rope scaling in config.json's words."""
-    kind = read.string("rope.scaling.type", "linear" if read.has("rope.scale_linear") else "none")
-    factors = file.tensors.get(_ROPE_FACTORS)
-    if factors is not None:
-        # one divisor for each frequency: this is how the scaling of Llama 3 is stored
-        if factors.shape != (head_dim // 2,):
-            raise CheckpointError(
-                f"{file.path}: tensor {_ROPE_FACTORS!r}: expected shape {[head_dim // 2]}, got {list(factors.shape)}"
-            )
-        if kind != "none":
-            raise read.error("rope.scaling.type", f'"none" beside a tensor {_ROPE_FACTORS!r}', kind)
-        return {"rope_type": "factors", "factors": file.get(_ROPE_FACTORS).astype(np.float64).tolist()}
-    if kind == "none":
-        return {"rope_type": "default"}
-    key = "rope.scaling.factor" if read.has("rope.scaling.factor") else "rope.scale_linear"
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": read.number(key, 1.0)}
-    if kind == "yarn":
-        for other in ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor"):
-            if read.has(other):
-                raise read.error(other, "no such key, as it is not supported", read.number(other, minimum=-1e30))
-        factor = read.number(key)
-        rope: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-        if read.has("rope.scaling.original_context_length"):
-            rope["original_max_position_embeddings"] = read.integer("rope.scaling.original_context_length")
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            if read.has(f"rope.scaling.{theirs}"):
-                rope[ours] = read.number(f"rope.scaling.{theirs}")
-        if read.has("rope.scaling.attn_factor"):
-            # llama.cpp multiplies it with YaRN's own factor, where config.json gives the product
-            own = 0.1 * float(np.log(factor)) + 1.0 if factor > 1 else 1.0
-            rope["attention_factor"] = own * read.number("rope.scaling.attn_factor")
-        return rope
-    raise read.error("rope.scaling.type", "one of none, linear, yarn", kind)
-
-
-def _architecture(file: GGUFFile) -> Architecture:
-    name = file.metadata.get("general.architecture")
-    architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if architecture is None:
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise CheckpointError(
-            f"{file.path}: general.architecture: expected a supported architecture ({supported}), got {name!r}"
-        )
-    return architecture
-
-
-def _plain(value: Any) -> Any:
-    """An array with one value for every layer as that value if all are equal, else as it is."""
-    if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-        return value[0].item()
-    return value
