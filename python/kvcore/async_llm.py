@@ -82,8 +82,7 @@ class AsyncLLM:
         inputs = self._llm._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        asked = [(*inputs[0], ())]
-        return self._start(self._llm._submissions(asked, params, True, priority, timeout, None, lora_request)[0])
+        return self._start(self._llm._submissions(inputs, params, True, priority, timeout, None, lora_request)[0])
 
     def chat(
         self,

@@ -52,7 +52,8 @@ class Dispatcher:
 
     def check(self, submission: Submission) -> Submission:
         """The same with its prompt as a checked list. Raises as ``Engine.check_request``."""
-        return replace(submission, token_ids=self.engine.check_request(submission.token_ids, submission.params))
+        token_ids = self.engine.check_request(submission.token_ids, submission.params, submission.encoder)
+        return replace(submission, token_ids=token_ids)
 
     def submit(self, replies: list[Reply], submissions: list[Submission]) -> None:
         """Check all, then give them to the engine. What must be dropped later is in ``replies``, always."""
@@ -73,6 +74,7 @@ class Dispatcher:
                         marks=submission.marks,
                         make_constraint=submission.make_constraint,
                         adapter=submission.adapter,
+                        encoder=submission.encoder,
                     )
                 )
 

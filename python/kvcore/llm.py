@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvcore.dispatch import Dispatcher
 from kvcore.engine.engine import Engine
-from kvcore.engine.intake import Marks
 from kvcore.engine.interfaces import FloatArray
 from kvcore.engine.logits import Constraint
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
@@ -24,7 +25,7 @@ from kvcore.lora import LoadedAdapters, LoRARequest
 from kvcore.outputs import BeamSearchOutput, RequestOutput
 from kvcore.progress import progress_bar
 from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
-from kvcore.prompts import Prompt, Prompts, is_batch
+from kvcore.prompts import Input, Prompt, Prompts, is_batch
 from kvcore.reply import Reply, Submission
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class LLM:
             seed=options.seed,
         )
         self._dispatcher = Dispatcher(self._engine, parts.tokenizer)
-        self._prompts = Prompts(parts.tokenizer, parts.name)
+        self._prompts = Prompts(parts.tokenizer, parts.name, parts.reader)
         self._min_marked_tokens = options.prompt_cache_min_tokens
         self._grammars: Grammars | None = None
         self._adapters = LoadedAdapters(lambda lora: self._decoder.adapter(lora))
@@ -238,7 +239,7 @@ class LLM:
             All are checked for every prompt before any runs. Whatever is raised, Ctrl-C included, ends the whole call
             and returns its blocks.
         """
-        asked = [(text, token_ids, ()) for text, token_ids in self._prompts.inputs(prompts)]
+        asked = self._prompts.inputs(prompts)
         replies = self._run(
             self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request), progress
         )
@@ -311,9 +312,11 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
-        inputs = self._prompts.inputs(prompts)
         adapter = self._adapters.get(lora_request)
-        submissions = [Submission(text=text, token_ids=ids, params=params, adapter=adapter) for text, ids in inputs]
+        submissions = [
+            Submission(text=i.text, token_ids=i.token_ids, params=params, adapter=adapter, encoder=i.encoder)
+            for i in self._prompts.inputs(prompts)
+        ]
         replies = self._run(submissions, progress)
         return [reply.beams() for reply in replies]
 
@@ -348,8 +351,7 @@ class LLM:
         inputs = self._prompts.inputs(prompt)
         if len(inputs) != 1 or is_batch(prompt):
             raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-        asked = [(*inputs[0], ())]
-        return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
+        return self._stream(self._submissions(inputs, params, use_cache, priority, timeout, None, lora_request)[0])
 
     def stream_chat(
         self,
@@ -369,19 +371,50 @@ class LLM:
         asked = [self._conversation(messages, values)]
         return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
 
-    def logits(self, token_ids: Any, *, lora_request: LoRARequest | None = None) -> FloatArray:
+    def logits(
+        self, token_ids: Any, *, encoder: Mapping[str, Any] | None = None, lora_request: LoRARequest | None = None
+    ) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].
 
         Computed in chunks; nothing is read from the prefix cache or left in it, and no other call runs meanwhile.
+
+        Args:
+            token_ids: of an encoder-decoder the decoder's.
+            encoder: what its encoder is given: {"encoder_token_ids": ids} or {"input_features": features}.
+            lora_request: as ``generate``.
 
         Raises:
             InvalidArgument, TypeError: no list of ids that the model takes, or a list that is too long for it.
             OutOfBlocks: the cache lacks the space, or running requests leave too little of it.
         """
         dispatcher = self._dispatcher
-        adapter = self._adapters.get(lora_request)
+        adapter, source = self._adapters.get(lora_request), self._prompts.encoder_input(encoder)
         with dispatcher.here, dispatcher.lock:
-            return dispatcher.engine.logits(token_ids, adapter)
+            return dispatcher.engine.logits(token_ids, adapter, source)
+
+    def attention_map(self, token_ids: Any, encoder: Mapping[str, Any]) -> FloatArray:
+        """What the decoder of an encoder-decoder looks at: the softmax weights of its cross-attention.
+
+        Args:
+            token_ids: the decoder's tokens, its start token among them, such as an answer to ``encoder``.
+            encoder: what its encoder is given, as for ``logits``.
+
+        Returns:
+            float32 [layers, heads, len(token_ids), encoder rows]; each row sums to 1. Row i is that of the step that
+            reads token i, and so chooses token i + 1. ``kvcore.viz.attention_map`` draws one.
+
+        Raises:
+            As ``logits``; InvalidArgument also for a model without an encoder.
+        """
+        dispatcher, source = self._dispatcher, self._prompts.encoder_input(encoder)
+        if source is None:
+            raise InvalidArgument(f"attention_map: expected an encoder-decoder, got {self.name}, a decoder alone")
+        chunks: list[dict[int, FloatArray]] = []
+        with dispatcher.here, dispatcher.lock:
+            dispatcher.engine.logits(token_ids, None, source, chunks)
+        layers = [np.concatenate([chunk[layer] for chunk in chunks]) for layer in chunks[0]]
+        weights: FloatArray = np.stack(layers).swapaxes(1, 2)
+        return weights
 
     def calibrate(self, prompts: Prompt | list[Prompt]) -> None:
         """Find static scales of an fp8 cache from what the model writes for some sample text.
@@ -466,20 +499,20 @@ class LLM:
 
     # -- what calls ask for ---------------------------------------------------------------------------------------
 
-    def _conversation(self, messages: Any, template_values: dict[str, Any]) -> tuple[str, list[int], Marks]:
+    def _conversation(self, messages: Any, template_values: dict[str, Any]) -> Input:
         """The prompt of a conversation as text and token ids, and the marks in it."""
         plain, marks = take_marks(messages)
         text = self.render_chat(plain, **template_values)
         token_ids = self._prompts.encode(text, add_special_tokens=False)
         if not marks:
-            return text, token_ids, ()
+            return Input(text, token_ids)
         places = [find_mark(mark, plain, text, lambda m: self.render_chat(m, **template_values)) for mark in marks]
         prefixes = [self._prompts.encode(text[:place], add_special_tokens=False) for place in places]
-        return text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens)
+        return Input(text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens))
 
     def _submissions(
         self,
-        asked: Sequence[tuple[str | None, Any, Marks]],
+        asked: Sequence[Input],
         params: Any,
         use_cache: bool = True,
         priority: int | list[int] = 0,
@@ -507,18 +540,19 @@ class LLM:
         adapters = [self._adapters.get(each) for each in wanted]
         return [
             Submission(
-                text=text,
-                token_ids=token_ids,
+                text=one.text,
+                token_ids=one.token_ids,
                 params=each,
                 use_cache=use_cache,
                 priority=rank,
                 timeout=timeout,
-                marks=marks,
+                marks=one.marks,
                 make_constraint=self._constraint(each),
                 callback=callback,
                 adapter=adapter,
+                encoder=one.encoder,
             )
-            for (text, token_ids, marks), each, rank, adapter in zip(
+            for one, each, rank, adapter in zip(
                 asked, self._prompts.params(params, len(asked)), priorities, adapters, strict=True
             )
         ]

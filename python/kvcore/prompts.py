@@ -4,36 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvcore.engine.intake import Marks
 from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from kvcore.engine.interfaces import EncoderInput
     from kvcore.text.tokenizer import Tokenizer
 
 Prompt = Any
-"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+
+Of an encoder-decoder a text for the encoder, or {"encoder_token_ids": ids} or {"input_features": features}, with
+optional "decoder_token_ids".
+"""
+
+
+class Input(NamedTuple):
+    """A prompt: its text, if it came as text, its token ids, marks in them, and what the encoder is given, if any."""
+
+    text: str | None
+    token_ids: Any
+    marks: Marks = ()
+    encoder: EncoderInput | None = None
+
+
+class Reader(Protocol):
+    """What an encoder-decoder says of its prompts."""
+
+    @property
+    def start_token_id(self) -> int:
+        """The decoder's first token."""
+        ...
+
+    @property
+    def mel_bins(self) -> int | None:
+        """Rows of the sound's features that the encoder takes; None: it takes token ids."""
+        ...
+
+    def encoder_input(self, given: Mapping[str, Any], /) -> EncoderInput:
+        """Check what a prompt has for the encoder."""
+        ...
 
 
 class Prompts:
     """Reads the prompts and parameters of calls for one model."""
 
-    def __init__(self, tokenizer: Tokenizer | None, name: str) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, name: str, reader: Reader | None = None) -> None:
+        """``reader``: of an encoder-decoder."""
         self._tokenizer = tokenizer
+        self._reader = reader
         self._name = name
 
-    def inputs(self, prompts: Prompt | list[Prompt]) -> list[tuple[str | None, Any]]:
-        """Each prompt as its text, if it came as text, and its token ids."""
+    def inputs(self, prompts: Prompt | list[Prompt]) -> list[Input]:
+        """Each prompt, read."""
         if not is_batch(prompts):
             return [self._input(prompts, "prompt")]
         if len(prompts) == 0:
             raise InvalidArgument("prompts: expected at least one prompt, got an empty list")
         return [self._input(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
 
-    def _input(self, prompt: Prompt, where: str) -> tuple[str | None, Any]:
+    def encoder_input(self, given: Any, where: str = "encoder") -> EncoderInput | None:
+        """What a call has for the encoder alone, a dict as a prompt has it. Raises as ``inputs``."""
+        if given is None and self._reader is None:
+            return None
+        if self._reader is None:
+            raise InvalidArgument(f"{where}: expected None, because {self._name} has no encoder, got an input for one")
+        if isinstance(given, Mapping) and "decoder_token_ids" in given:
+            raise InvalidArgument(f"{where}: expected an input for the encoder alone, got 'decoder_token_ids' as well")
+        return self._input(given, where).encoder
+
+    def _input(self, prompt: Prompt, where: str) -> Input:
+        if self._reader is not None:
+            return self._encoder_decoder_input(self._reader, prompt, where)
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
             if len(prompt) != 1 or not known:
@@ -47,12 +94,30 @@ class Prompts:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
-            return prompt, self.encode(prompt, add_special_tokens=True)
+            return Input(prompt, self.encode(prompt, add_special_tokens=True))
         if not isinstance(prompt, (list, tuple, range, np.ndarray)) or getattr(prompt, "ndim", 1) == 0:
             raise TypeError(f"{where}: expected a string, a list of token ids or a dict, got {type(prompt).__name__}")
         if len(prompt) == 0:
             raise InvalidArgument(f"{where}: expected at least one token, got none")
-        return None, prompt
+        return Input(None, prompt)
+
+    def _encoder_decoder_input(self, reader: Reader, prompt: Prompt, where: str) -> Input:
+        source = "encoder_token_ids" if reader.mel_bins is None else "input_features"
+        expected = f"{where}: expected a dict with {source!r} and perhaps 'decoder_token_ids'"
+        given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(f"{expected}, as {self._name} has an encoder, got {type(prompt).__name__}")
+        known = {"prompt", "encoder_token_ids", "input_features", "decoder_token_ids"}
+        if not set(given) <= known or len(set(given) - {"decoder_token_ids"}) > 1:
+            raise InvalidArgument(f"{expected}, got the keys {list(given)}")
+        text, start = given.get("prompt"), given.get("decoder_token_ids")
+        if "prompt" in given:
+            if not isinstance(text, str) or reader.mel_bins is not None:
+                raise InvalidArgument(f"{expected}, got {'a text' if isinstance(text, str) else type(text).__name__}")
+            if not text:
+                raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
+            given = {source: self.encode(text, add_special_tokens=True)}
+        return Input(text, [reader.start_token_id] if start is None else start, (), reader.encoder_input(given))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises InvalidArgument without a tokenizer."""

@@ -31,6 +31,7 @@ class Submission:
     marks: Marks = ()
     make_constraint: Callable[[], Constraint] | None = None
     adapter: Any = None
+    encoder: Any = None
     callback: Callable[[RequestOutput], Any] | None = None
 
 

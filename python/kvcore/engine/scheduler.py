@@ -154,7 +154,7 @@ class Scheduler:
         """Blocks that are free and that no running sequence needs for the tokens it has, of each group of layers."""
         room = self.space.free()
         for seq in self.running:
-            room = [have - need for have, need in zip(room, self._to_come(seq), strict=True)]
+            room = _minus(room, self._to_come(seq))
         return room
 
     def _choose(self, *, admit: bool) -> None:
@@ -209,14 +209,16 @@ class Scheduler:
         # Opening has taken shared blocks out of the free ones, and off what it still needs.
         left = self.room()
         for member in seq.unit:
-            left = [have - need for have, need in zip(left, self._to_come(member), strict=True)]
-        if min(left) < (self._headroom if self.running else 0):
+            left = _minus(left, self._to_come(member))
+        left = _minus(left, self.space.to_come(0, 0, 0, seq.unit[0].encoder))
+        if not self.space.has_room(left, self._headroom if self.running else 0):
             for member in seq.unit:
                 self._close(member)
             self._refused = (seq, room)
             self.moving = None
             return False
         self._refused = None
+        self._encode(seq.unit)
         self.waiting.remove(seq)
         for member in seq.unit:
             if not member.started:
@@ -246,28 +248,43 @@ class Scheduler:
         # a prefix that ends inside of a block is copied before the first write
         copies = seq.num_stored == seq.num_cached_tokens and seq.num_stored % self.space.block_size != 0
         tokens = min(self._reserved(seq), self.space.capacity)
-        return self.space.to_come(seq.num_stored, copies, tokens)
+        encoder = None if seq.handles or seq is not seq.unit[0] else seq.encoder
+        return self.space.to_come(seq.num_stored, copies, tokens, encoder)
 
     def _salt(self, seq: Sequence) -> bytes | None:
         return self._model.prompt_salt(seq.prompt_len)
 
-    def _key(self, seq: Sequence) -> tuple[bytes | None, str | None]:
-        return self._salt(seq), None if seq.adapter is None else seq.adapter.identity
+    def _key(self, seq: Sequence) -> tuple[bytes | None, dict[str, Any]]:
+        """What the keys of its blocks have beside the tokens, as ``Cache.add`` takes it."""
+        options: dict[str, Any] = {}
+        if seq.adapter is not None:
+            options["adapter"] = seq.adapter.identity
+        if seq.encoder is not None:
+            options["extra"] = seq.encoder.key
+        return self._salt(seq), options
 
     def _enter(self, seq: Sequence) -> None:
         self.moving = seq
         self._open(seq)
+        self._encode([seq])
         self.moving = None
 
     def _open(self, seq: Sequence) -> None:
-        salt, adapter = self._key(seq)
-        options = {} if adapter is None else {"adapter": adapter}
+        salt, options = self._key(seq)
         add = partial(self._cache.add, use_prefix=seq.use_prefix, **options)
         # One C call from the cache's answer to the list: no byte code between them at which an interrupt could lose it.
         seq.handles.extend(map(add, (seq.token_ids,), (salt,)))
         seq.num_stored = seq.handles[0].num_cached_tokens
         for num_tokens, ttl in seq.marks:
             self._cache.mark(seq.handles[0], num_tokens, ttl=ttl)
+
+    def _encode(self, unit: list[Sequence]) -> None:
+        """Run the encoder for sequences that have just been opened; they share what it gives."""
+        first, *others = unit
+        if first.encoder is not None:
+            self._model.encode(first.handles[0], first.encoder)
+            for other in others:
+                self._cache.share_cross(other.handles[0], first.handles[0])
 
     def _close(self, seq: Sequence) -> None:
         seq.num_stored = 0
@@ -282,3 +299,7 @@ class Scheduler:
 
 def _order(seq: Sequence) -> tuple[int, ...]:
     return seq.order
+
+
+def _minus(have: list[int], need: list[int]) -> list[int]:
+    return [a - b for a, b in zip(have, need, strict=True)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.engine.interfaces import Adapter, Handle
+from kvcore.engine.interfaces import Adapter, EncoderInput, Handle
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import Logprob
 from kvcore.engine.sampling_params import SamplingParams
@@ -47,6 +47,7 @@ class Sequence:
         seats: how many of ``max_num_seqs`` it counts for: also those of its siblings until they begin.
         search: the beam search that it is a beam of.
         adapter: the adapter that it asks for.
+        encoder: what the encoder is given, where there is one. All of a unit share what it gives.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         num_stored: how many of ``token_ids`` have keys and values in the cache now.
@@ -80,6 +81,7 @@ class Sequence:
     seats: int = 1
     search: BeamSearch | None = None
     adapter: Adapter | None = None
+    encoder: EncoderInput | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
     num_stored: int = 0

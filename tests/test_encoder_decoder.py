@@ -1,0 +1,278 @@
+"""Encoder-decoders on their reference models: transformers' numbers, and law 1 in every way that a request can go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcore import LLM, BeamSearchParams, SamplingParams
+from kvcore.checkpoint.config import load_config
+from kvcore.models.encoder_decoder import EncoderDecoder
+from kvcore.models.families import spec_from_config
+from models import EXACT, REFERENCE, assert_same_bits, copy_reference, expected, meta, recorded
+
+FOLDERS = ["bart", "marian", "t5", "t5_gated", "whisper"]
+CASES = [*((name, "config.json") for name in FOLDERS), ("t5_gated", "config.v4.json")]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def load(name: str, tmp_path: Path, config: str = "config.json", **options: Any) -> LLM:
+    folder = REFERENCE / name if config == "config.json" else copy_reference(name, tmp_path / "model", config)
+    return LLM(folder, **{**EXACT, "num_kv_blocks": 40, **options})
+
+
+def source(want: dict[str, np.ndarray], suffix: str = "") -> dict[str, Any]:
+    """What the encoder is given in a reference folder."""
+    if "input_features" in want:
+        return {"input_features": want[f"input_features{suffix}"]}
+    return {"encoder_token_ids": want[f"input_ids{suffix}"].tolist()}
+
+
+def prompt(want: dict[str, np.ndarray], suffix: str = "") -> dict[str, Any]:
+    """The same with the tokens from which the greedy continuation starts."""
+    return {**source(want, suffix), "decoder_token_ids": want["greedy_prompt_ids"].tolist()}
+
+
+def assert_nothing_held(llm: LLM) -> None:
+    """Law 2: the cross group is among the counts."""
+    llm.cache.check()
+    stats = llm.cache.stats()
+    assert (stats["used"], stats["num_sequences"]) == (0, 0), stats
+    assert stats["free"] + stats["cached"] == stats["total"], stats
+
+
+def decoder_of(llm: LLM) -> EncoderDecoder:
+    decoder = llm._decoder
+    assert isinstance(decoder, EncoderDecoder)
+    return decoder
+
+
+@pytest.mark.parametrize(("name", "config"), CASES)
+def test_logits_in_float32(name: str, config: str, tmp_path: Path) -> None:
+    want, atol = expected(name), meta(name)["tolerance"]["float32"]["atol"]
+    with load(name, tmp_path, config) as llm:
+        for case in ("", "_16"):
+            got = llm.logits(want[f"decoder_input_ids{case}"], encoder=source(want, case))
+            np.testing.assert_allclose(got, want[f"logits{case}"], rtol=0, atol=atol)
+        assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_encoder(name: str, tmp_path: Path) -> None:
+    want = expected(name)
+    with load(name, tmp_path) as llm:
+        decoder, hidden = decoder_of(llm), list[np.ndarray]()
+        encoded = decoder.encoder(decoder.encoder_input(source(want)), hidden)
+        np.testing.assert_allclose(hidden[0], want["encoder_hidden_after_layer0"], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(encoded, want["encoder_last_hidden_state"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_way_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Cold and warm, alone and in company, in chunks, without the cache, and on any number of threads."""
+    want = expected(name)
+    rows: list[np.ndarray] = []
+    long = {**source(want), "decoder_token_ids": want["decoder_input_ids"].tolist()}
+    for options in ({"num_threads": 1}, {"num_threads": 2, "max_num_batched_tokens": 5}):
+        with load(name, tmp_path, **options) as llm, recorded(llm) as logits:
+            (cold,) = llm.generate(prompt(want), GREEDY)
+            company = llm.generate([prompt(want), prompt(want, "_16"), long, prompt(want)], GREEDY)
+            (bare,) = llm.generate(prompt(want), GREEDY, use_cache=False)
+            assert cold.token_ids == want["greedy_ids"].tolist()
+            for output in (cold, company[0], company[3], bare):
+                rows.append(logits(output))
+                assert_same_bits(rows[-1], rows[0], options)
+            start = want["greedy_prompt_ids"].tolist()
+            whole = llm.logits(start + cold.token_ids[:-1], encoder=source(want))[len(start) - 1 :]
+            assert_same_bits(whole, rows[0], options)
+            assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_bfloat16(name: str, tmp_path: Path) -> None:
+    """Weights and cache as they come: no more than three times as far from float32 as transformers is."""
+    want, tolerance = expected(name), meta(name)["tolerance"]["bfloat16"]
+    with load(name, tmp_path, dtype="bfloat16", kv_cache_dtype="bfloat16") as llm:
+        difference = np.abs(llm.logits(want["decoder_input_ids"], encoder=source(want)) - want["logits"])
+        assert difference.max() < 3 * tolerance["transformers_max_abs_diff"]
+        assert np.sqrt(np.mean(difference**2)) < 3 * tolerance["transformers_rms_diff"] + 1e-3
+
+
+def test_the_start_token_is_the_default(tmp_path: Path) -> None:
+    want = expected("t5")
+    with load("t5", tmp_path) as llm:
+        (output,) = llm.generate(source(want), GREEDY)
+        assert output.prompt_token_ids == [0] == want["greedy_prompt_ids"].tolist()
+        assert output.token_ids == want["greedy_ids"].tolist()
+        assert [item.token_ids[0] for item in llm.stream(source(want), GREEDY)] == output.token_ids
+
+
+def test_prefixes_are_shared_only_behind_the_same_input(tmp_path: Path) -> None:
+    want = expected("bart")
+    decoder_ids = want["decoder_input_ids"].tolist()
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with load("bart", tmp_path) as llm:
+        cached = [
+            llm.generate({**source(want, case), "decoder_token_ids": decoder_ids}, params)[0].num_cached_tokens
+            for case in ("", "_16", "", "_16")
+        ]
+        assert cached == [0, 0, 20, 20]
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("t5", 9), ("bart", 9), ("whisper", 7)])
+def test_preempted_requests_are_encoded_again_to_the_same_bits(name: str, blocks: int, tmp_path: Path) -> None:
+    want = expected(name)
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    prompts = [prompt(want, case) for case in ("", "_16", "", "_16", "")]
+    with load(name, tmp_path) as llm, recorded(llm) as logits:
+        alone = [logits(llm.generate(each, params)[0]) for each in prompts]
+    with load(name, tmp_path, num_kv_blocks=blocks, enable_prefix_caching=False) as llm, recorded(llm) as logits:
+        outputs = llm.generate(prompts, params)
+        assert llm.stats()["num_preemptions"] > 0
+        for output, rows in zip(outputs, alone, strict=True):
+            assert_same_bits(logits(output), rows, output.request_id)
+        assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("blocks", [40, 11])
+def test_beams_share_what_the_encoder_gives(blocks: int, tmp_path: Path) -> None:
+    """One input, whatever the number of beams; and again after a preemption."""
+    want = expected("bart")
+    params = BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True)
+    with load("bart", tmp_path) as llm:
+        alone = llm.beam_search(prompt(want), params)[0]
+    with load("bart", tmp_path, num_kv_blocks=blocks, max_num_seqs=12) as llm:
+        cross = max(group["used"] for group in watch(llm, prompt(want), params) if group["kind"] == "cross")
+        assert cross == 3  # 37 tokens
+        together = llm.beam_search([prompt(want)] * 4, params)
+        assert llm.stats()["num_preemptions"] > 0 or blocks == 40
+        for output in together:
+            assert [s.tokens for s in output.sequences] == [s.tokens for s in alone.sequences]
+            assert [s.cum_logprob for s in output.sequences] == [s.cum_logprob for s in alone.sequences]
+        assert_nothing_held(llm)
+
+
+def watch(llm: LLM, prompt: Any, params: BeamSearchParams) -> list[dict[str, Any]]:
+    """The groups' counts at each step of a beam search."""
+    counts: list[dict[str, Any]] = []
+    decoder, forward = llm._decoder, llm._decoder.forward
+
+    def counting(*args: Any, **options: Any) -> Any:
+        counts.extend(llm.cache.stats()["groups"])
+        return forward(*args, **options)
+
+    decoder.forward = counting
+    llm.beam_search(prompt, params)
+    decoder.forward = forward
+    return counts
+
+
+def test_answers_share_what_the_encoder_gives(tmp_path: Path) -> None:
+    want = expected("marian")
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=10, ignore_eos=True)
+    with load("marian", tmp_path) as llm:
+        (output,) = llm.generate(prompt(want), params)
+        assert len({tuple(answer.token_ids) for answer in output.outputs}) > 1
+        (again,) = llm.generate(prompt(want), params)
+        assert [a.token_ids for a in again.outputs] == [a.token_ids for a in output.outputs]
+        assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_attention_maps(name: str, tmp_path: Path) -> None:
+    want, spec = expected(name), spec_from_config(load_config(REFERENCE / name))
+    ids = want["decoder_input_ids"].tolist()
+    with load(name, tmp_path) as llm, load(name, tmp_path, max_num_batched_tokens=4) as chunks:
+        weights = llm.attention_map(ids, source(want))
+        assert weights.shape == (spec.num_layers, spec.num_heads, len(ids), len(want["encoder_last_hidden_state"]))
+        np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
+        assert_same_bits(chunks.attention_map(ids, source(want)), weights, name)
+        assert_nothing_held(llm)
+
+
+# -- bad inputs ------------------------------------------------------------------------------------------------------
+
+ID, FEATURES = {"encoder_token_ids": [5]}, {"input_features": np.zeros((80, 60), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "message"),
+    [
+        ("whisper", "a text", r"expected a dict with 'input_features'.*got a text"),
+        ("whisper", {"prompt": "a text"}, r"expected a dict with 'input_features'.*got a text"),
+        ("whisper", ID, r"expected 'input_features' \(float32 \[80, frames\]\).*got 'encoder_token_ids'"),
+        ("whisper", {"decoder_token_ids": [3]}, "expected 'input_features'.*got none"),
+        ("whisper", {"input_features": np.zeros((128, 60), np.float32)}, r"\[80, frames\], got shape \[128, 60\]"),
+        ("whisper", {"input_features": np.zeros((80, 62), np.float32)}, "at most 60 frames, got 62"),
+        ("whisper", {"input_features": np.zeros((80, 0), np.float32)}, r"got shape \[80, 0\]"),
+        ("whisper", {"input_features": np.full((80, 60), np.nan, np.float32)}, "finite numbers, got infinities or NaN"),
+        ("whisper", {"input_features": np.full((80, 60), 1e300)}, "finite numbers, got infinities or NaN"),
+        ("whisper", {**FEATURES, "decoder_token_ids": []}, "at least one token"),
+        ("whisper", {**FEATURES, "decoder_token_ids": [320]}, "from 0 to 319"),
+        ("whisper", {**FEATURES, "decoder_token_ids": [3] * 65}, "at most 64 tokens"),
+        ("t5", [1, 2, 3], r"expected a dict with 'encoder_token_ids'.*has an encoder, got list"),
+        ("t5", FEATURES, "expected 'encoder_token_ids'.*got 'input_features'"),
+        ("t5", {**ID, **FEATURES}, "got the keys"),
+        ("t5", {"encoder_ids": [1]}, "got the keys"),
+        ("t5", {"encoder_token_ids": []}, "at least one token, got none"),
+        ("t5", {"encoder_token_ids": [320]}, "from 0 to 319.*got 320"),
+        ("t5", {"encoder_token_ids": [-1]}, "from 0 to 319.*got -1"),
+        ("t5", "a text", "came without a tokenizer"),
+        ("bart", {"encoder_token_ids": [1] * 97}, "at most 96 tokens, got 97"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_refused(name: str, bad: Any, message: str, tmp_path: Path) -> None:
+    with load(name, tmp_path) as llm:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(bad)
+        assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("whisper", {"input_features": np.zeros((80, 60), np.int64)}),
+        ("whisper", {"input_features": "sound"}),
+        ("whisper", {"input_features": [[0.0], [0.0, 1.0]]}),
+        ("t5", {"encoder_token_ids": "text"}),
+        ("t5", {"encoder_token_ids": [0.5]}),
+        ("t5", {"encoder_token_ids": [[1, 2]]}),
+        ("t5", {"encoder_token_ids": 5}),
+        ("t5", {"encoder_token_ids": [[1], [2, 3]]}),
+        ("t5", {**ID, "decoder_token_ids": "text"}),
+    ],
+)
+def test_prompts_of_wrong_types(name: str, bad: Any, tmp_path: Path) -> None:
+    with load(name, tmp_path) as llm, pytest.raises(TypeError, match="expected"):
+        llm.generate(bad)
+
+
+def test_inputs_that_never_fit(tmp_path: Path) -> None:
+    from kvcore import OutOfBlocks
+
+    with load("t5", tmp_path, num_kv_blocks=2) as llm:
+        assert llm.cache.groups[-1].num_blocks == 32  # one of the full length fits always
+        with pytest.raises(OutOfBlocks, match="encoder input of 513 tokens can never fit: 33 blocks of 16 needed, 32"):
+            llm.generate({"encoder_token_ids": [5] * 513})
+        llm.generate({"encoder_token_ids": [5] * 512}, SamplingParams(max_tokens=2, temperature=0))
+        assert_nothing_held(llm)
+
+
+def test_logits_and_maps_need_what_the_model_has(tmp_path: Path) -> None:
+    with load("t5", tmp_path) as llm:
+        with pytest.raises(ValueError, match="encoder: expected a dict"):
+            llm.logits([0])
+        with pytest.raises(ValueError, match="for the encoder alone"):
+            llm.logits([0], encoder={**ID, "decoder_token_ids": [0]})
+        with pytest.raises(ValueError, match="expected an input for the encoder, got none"):
+            llm._engine.add_request("1", [0], SamplingParams())  # type: ignore[union-attr]
+    with load("llama_gqa", tmp_path) as llm:
+        with pytest.raises(ValueError, match="has no encoder"):
+            llm.logits([0], encoder=ID)
+        with pytest.raises(ValueError, match="attention_map"):
+            llm.attention_map([0], None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="got the keys"):
+            llm.generate(ID)
