@@ -179,6 +179,7 @@ class LLM:
         self._decoder = parts.decoder
         self._tokenizer = parts.tokenizer
         self._chat_template = parts.chat_template
+        self.generation_config = parts.generation
         self._eos_token_ids = tuple(parts.generation.eos_token_ids) if parts.generation is not None else ()
         self._engine: Engine | None = Engine(
             parts.decoder,

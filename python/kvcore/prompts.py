@@ -55,9 +55,9 @@ class Prompts:
     """Reads the prompts and parameters of calls for one model."""
 
     def __init__(self, tokenizer: Tokenizer | None, name: str, reader: Reader | None = None) -> None:
-        """``reader``: of an encoder-decoder."""
+        """``reader``: of an encoder-decoder; it says what the encoder takes."""
         self._tokenizer = tokenizer
-        self._reader = reader
+        self.reader = reader
         self._name = name
 
     def inputs(self, prompts: Prompt | list[Prompt]) -> list[Input]:
@@ -70,17 +70,17 @@ class Prompts:
 
     def encoder_input(self, given: Any, where: str = "encoder") -> EncoderInput | None:
         """What a call has for the encoder alone, a dict as a prompt has it. Raises as ``inputs``."""
-        if given is None and self._reader is None:
+        if given is None and self.reader is None:
             return None
-        if self._reader is None:
+        if self.reader is None:
             raise InvalidArgument(f"{where}: expected None, because {self._name} has no encoder, got an input for one")
         if isinstance(given, Mapping) and "decoder_token_ids" in given:
             raise InvalidArgument(f"{where}: expected an input for the encoder alone, got 'decoder_token_ids' as well")
         return self._input(given, where).encoder
 
     def _input(self, prompt: Prompt, where: str) -> Input:
-        if self._reader is not None:
-            return self._encoder_decoder_input(self._reader, prompt, where)
+        if self.reader is not None:
+            return self._encoder_decoder_input(self.reader, prompt, where)
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
             if len(prompt) != 1 or not known:
