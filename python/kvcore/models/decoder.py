@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-
 class Decoder:
     """A decoder with packed weights.
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float32]
 
+_ROWS = 256
+"""Rows that go through an MLP together: what is between its products stays in a core's cache."""
+
 
 class Layer:
     """One layer's packed weights.
@@ -66,17 +69,25 @@ class Layer:
 
     def finish(self, x: FloatArray, attended: FloatArray, step: Step) -> None:
         """Add attention's output, cross-attention and the MLP to x, in place. With cross-attention x has all rows."""
-        inner = self._mlp.open(x) if self._parallel else None
+        if self.cross is not None:
+            self._add_attended(x, attended)
+            self.cross.add(x, step)
+            _normalise(x, self._after_cross)
+        for start in range(0, len(x), _ROWS):
+            rows = slice(start, start + _ROWS)
+            piece = x[rows]
+            inner = self._mlp.open(piece) if self._parallel else None
+            if self.cross is None:
+                self._add_attended(piece, attended[rows])
+            self._mlp.close(self._mlp.open(piece) if inner is None else inner, piece)
+            _normalise(piece, self._after_mlp)
+
+    def _add_attended(self, x: FloatArray, attended: FloatArray) -> None:
         if self._residual.plain:
             self._output.add_forward(attended, x)
         else:
             self._residual.add(self._output(attended), x)
         _normalise(x, self._after_attention)
-        if self.cross is not None:
-            self.cross.add(x, step)
-            _normalise(x, self._after_cross)
-        self._mlp.close(self._mlp.open(x) if inner is None else inner, x)
-        _normalise(x, self._after_mlp)
 
 
 def _normalise(x: FloatArray, norm: Norm | None) -> None:
