@@ -99,7 +99,11 @@ def run_overhead(seats: int) -> None:
         return logits
 
     model: Any = SimpleNamespace(
-        cache=cache, spec=SimpleNamespace(vocab_size=1000), forward=forward, prompt_salt=lambda n: None
+        cache=cache,
+        spec=SimpleNamespace(vocab_size=1000),
+        forward=forward,
+        context_len=lambda n, _: n,
+        prompt_salt=lambda n: None,
     )
     engine = Engine(model, max_num_seqs=seats)
     for i in range(seats + 100):  # some wait

@@ -141,7 +141,11 @@ class Silence:
         self._random = np.random.default_rng(0)
         self._layer = np.zeros((0, 1, 2), np.float32)
 
-    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
+    def context_len(self, prompt_len: int, length: int, /) -> int:
+        """Always the prompt's."""
+        return prompt_len
+
+    def prompt_salt(self, context_len: int, /) -> bytes | None:
         """Nothing."""
         return None
 

@@ -138,7 +138,8 @@ def entries_of(config: dict[str, Any]) -> list[bytes]:
     arch = ARCHITECTURE_OF.get(kind, kind)
     if kind == "t5":
         config = {**config, **{theirs: config[ours] for ours, theirs in _T5.items()}, "n_positions": 512}
-    entries = [entry("general.architecture", STRING, arch)]
+    file_type = {"float32": 0, "float16": 1, "bfloat16": 32}[config.get("dtype") or "bfloat16"]
+    entries = [entry("general.architecture", STRING, arch), entry("general.file_type", U32, file_type)]
 
     def add(key: str, number: int, value: Any) -> None:
         entries.append(entry(f"{arch}.{key}", number, value))

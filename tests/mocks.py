@@ -297,6 +297,7 @@ class MockDecoder:
         cache: its cache.
         vocab_size: width of the logits.
         dynamic: what is stored depends on the prompt's length as well, as with dynamic rope beyond its limit.
+        long_from: what is stored depends on whether the sequence has so many tokens by now, as with longrope.
         script: tokens by position that get all the weight, to steer what is generated.
     """
 
@@ -306,32 +307,39 @@ class MockDecoder:
         vocab_size: int = 32,
         *,
         dynamic: bool = False,
+        long_from: int | None = None,
         script: dict[int, int] | None = None,
     ) -> None:
         self.cache = cache
         self.spec = SimpleNamespace(vocab_size=vocab_size)
         self.dynamic = dynamic
+        self.long_from = long_from
         self.script = script or {}
         self.fail: Callable[[], None] | None = None
         self.edit: Callable[[np.ndarray, np.ndarray], None] | None = None  # (logits, positions of their rows)
         self.batches: list[list[int]] = []
 
-    def prompt_salt(self, prompt_len: int) -> bytes | None:
-        return str(prompt_len).encode() if self.dynamic else None
+    def context_len(self, prompt_len: int, length: int) -> int:
+        return prompt_len if self.long_from is None else int(length >= self.long_from)
+
+    def prompt_salt(self, context_len: int) -> bytes | None:
+        return str(context_len).encode() if self.dynamic or self.long_from is not None else None
 
     def forward(
         self,
         batch: MockBatch,
         token_ids: np.ndarray,
         positions: np.ndarray,
-        prompt_lens: np.ndarray,
+        context_lens: np.ndarray,
         logit_rows: np.ndarray,
     ) -> np.ndarray:
-        self._check_rows(batch, token_ids, positions, prompt_lens, logit_rows)
+        self._check_rows(batch, token_ids, positions, context_lens, logit_rows)
         self.batches.append([row.len for row in batch.rows])
         values = (token_ids + 1) * 7_919 + positions * 104_729
-        if self.dynamic:
-            values += np.maximum(prompt_lens, positions + 1) * 15_485_863
+        if self.long_from is not None:
+            values += context_lens * 15_485_863
+        elif self.dynamic:
+            values += np.maximum(context_lens, positions + 1) * 15_485_863
         self.cache.write(0, batch, values, values)
         if self.fail is not None:
             self.fail()
@@ -353,14 +361,14 @@ class MockDecoder:
         batch: MockBatch,
         token_ids: np.ndarray,
         positions: np.ndarray,
-        prompt_lens: np.ndarray,
+        context_lens: np.ndarray,
         logit_rows: np.ndarray,
     ) -> None:
-        assert {a.dtype for a in (token_ids, positions, prompt_lens, logit_rows)} == {np.dtype(np.int64)}
+        assert {a.dtype for a in (token_ids, positions, context_lens, logit_rows)} == {np.dtype(np.int64)}
         known = [t for row in batch.rows for t in row.seq.token_ids[row.start : row.start + row.len]]
         assert token_ids.tolist() == known
         assert positions.tolist() == [p for row in batch.rows for p in range(row.start, row.start + row.len)]
-        assert len(prompt_lens) == len(positions)
+        assert len(context_lens) == len(positions)
         assert all(0 <= r < len(positions) for r in logit_rows.tolist())
 
 

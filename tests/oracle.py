@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.checkpoint.weights import Weights
-from kvcore.models.rope import RopeSpec, inv_freq
+from kvcore.models.rope import RopeSpec
+from kvcore.models.rope_table import inv_freq
 from kvcore.models.spec import ActivationSpec, DecoderSpec, MlpSpec, MoeSpec, read_output, read_tensor
 
 Floats = npt.NDArray[Any]

@@ -172,6 +172,25 @@ def test_timeouts() -> None:
             llm.generate([1], params, timeout=bad)  # type: ignore[arg-type]
 
 
+def test_abort_by_name() -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)
+    llm.abort("nothing")
+
+    def callback(item: Any) -> None:
+        if item.prompt_token_ids == [2] and item.metrics.num_generation_tokens == 3:
+            llm.abort(item.request_id)
+
+    outputs = llm.generate([[1], [2]], params, callback=callback)
+    assert [(o.finish_reason, len(o.token_ids)) for o in outputs] == [("length", 10), ("abort", 3)]
+    llm.abort(outputs[0].request_id)
+    stream = llm.stream([1], params)
+    first = next(stream)
+    llm.abort(first.request_id)
+    assert [item.finish_reason for item in stream] == ["abort"]
+    llm.cache.check_empty()
+
+
 def test_a_callback_that_raises_ends_its_request_only() -> None:
     llm = make_llm()
     params = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)

@@ -83,7 +83,7 @@ def test_live(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "other", "--kv-cache-dtype", "fp8", "--num-threads", "2", "--max-tokens", "3"]
-    code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--seed", "7", "hi")
+    code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--top-p", "0.9", "--top-k", "9", "--seed", "7", "hi")
     assert (code, out) == (0, "hel\n")
     assert models == [("other", {"kv_cache_dtype": "fp8", "quantization": "auto", "num_threads": 2})]
 
@@ -199,6 +199,15 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, li
 def test_chat(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat(capsys, monkeypatch, "hi\n\n/exit\nhi\n") == (0, "hello\n", "")
     assert chat(capsys, monkeypatch, "hi\n/reset\nhi\n") == (0, "hello\nhello\n", "")
+
+
+def test_chat_figures(models: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nhi\n"))
+    code, out, err = run(capsys, "chat", "--figures", "--max-tokens", "4")
+    assert (code, out.count("\n")) == (0, 2)
+    first, second = err.splitlines()
+    assert "prompt 20 tokens (0 cached) | answer 4 tokens | TTFT" in first
+    assert "(20 cached)" in second
 
 
 def test_chat_help_and_closed_stdin(

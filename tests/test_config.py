@@ -22,7 +22,7 @@ from kvcore.checkpoint.config import (
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError, InvalidArgument, KvcoreError
 from kvcore.models.families import FAMILIES, spec_from_config
-from kvcore.models.rope import RopeTable
+from kvcore.models.rope_table import RopeTable
 from kvcore.models.spec import ActivationSpec, DecoderSpec, MlpSpec, NormSpec
 
 REFERENCE = Path(__file__).parent / "data" / "reference"

@@ -25,9 +25,14 @@ EOS = 31
 
 
 def make(
-    num_blocks: int = 200, *, dynamic: bool = False, script: dict[int, int] | None = None, **options: Any
+    num_blocks: int = 200,
+    *,
+    dynamic: bool = False,
+    long_from: int | None = None,
+    script: dict[int, int] | None = None,
+    **options: Any,
 ) -> Engine:
-    decoder = MockDecoder(MockCache(num_blocks), dynamic=dynamic, script=script)
+    decoder = MockDecoder(MockCache(num_blocks), dynamic=dynamic, long_from=long_from, script=script)
     return Engine(decoder, **{"eos_token_ids": [EOS], **options})
 
 
@@ -479,15 +484,18 @@ class Machine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 3, 8, 64]),
         seats=st.integers(1, 5),
         dynamic=st.booleans(),
+        long_from=st.sampled_from([None, 12]),
         policy=st.sampled_from(["fcfs", "priority"]),
     )
-    def start(self, num_blocks: int, budget: int, seats: int, dynamic: bool, policy: str) -> None:
-        self.dynamic = dynamic
+    def start(
+        self, num_blocks: int, budget: int, seats: int, dynamic: bool, long_from: int | None, policy: str
+    ) -> None:
+        self.rope: dict[str, Any] = {"dynamic": dynamic, "long_from": long_from}
         self.num_blocks = num_blocks
         self.seats = seats
         self.engine = make(
             num_blocks,
-            dynamic=dynamic,
+            **self.rope,
             max_num_batched_tokens=budget,
             max_num_seqs=seats,
             scheduling_policy=policy,
@@ -583,7 +591,7 @@ class Machine(RuleBasedStateMachine):
                 self.compare(seq, whole, prompt, params, use_cache)
 
     def undisturbed(self, prompt: list[int], params: Any) -> list[Sequence]:
-        engine = make(dynamic=self.dynamic)
+        engine = make(**self.rope)
         if isinstance(params, BeamSearchParams):  # the pool's size is a limit of the search
             slots = self.num_blocks // params.beam_width * 4
             most = min(params.max_tokens, slots - len(prompt) + 1)
@@ -610,7 +618,12 @@ class Machine(RuleBasedStateMachine):
                 assert seq.prompt_logprobs == whole.prompt_logprobs
             if params.n == 1:
                 rounds = n * p + n * (n - 1) // 2
-                assert seq.num_computed_tokens == (p + n - 1 - seq.num_cached_tokens if use_cache else rounds)
+                once = p + n - 1 - seq.num_cached_tokens
+                limit = self.rope["long_from"]
+                if use_cache and limit is not None and p < limit <= p + n - 1:  # once more, but for what others left
+                    assert once < seq.num_computed_tokens < once + limit
+                else:
+                    assert seq.num_computed_tokens == (once if use_cache else rounds)
 
 
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore import LLM, SamplingParams
+from kvcore import LLM, BeamSearchParams, SamplingParams
 from kvcore.checkpoint.config import load_config
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.models.families import FAMILIES, spec_from_config
@@ -151,3 +151,62 @@ def test_requests_that_share_beginnings_in_little_space(name: str, tmp_path: Pat
         assert hits > 100
         assert llm.cache.stats()["evictions"] > 0
         assert_nothing_held(llm)
+
+
+# -- longrope: the factors of all tokens follow the length that a sequence has reached ------------------------------
+
+LONG = "phi3_longrope"
+
+
+@pytest.mark.parametrize("config", ["config.json", "config.v4.json"])
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 2048])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_decoding_over_the_limit(config: str, use_cache: bool, max_num_batched_tokens: int, tmp_path: Path) -> None:
+    """From 12 tokens over 16: all of the sequence is computed anew, once."""
+    want = expected(LONG)
+    prompt, tokens = want["input_ids_cross"].tolist(), want["greedy_ids_cross"].tolist()
+    params = SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True)
+    with load(LONG, tmp_path, config, max_num_batched_tokens=max_num_batched_tokens) as llm, recorded(llm) as logits:
+        (output,) = llm.generate(prompt, params, use_cache=use_cache)
+        assert output.token_ids == tokens
+        n, p = len(tokens), len(prompt)
+        assert output.num_computed_tokens == (p + n - 1 + 16 if use_cache else n * p + n * (n - 1) // 2)
+        alone = logits(output)
+        outputs = llm.generate([prompt, [*prompt, *tokens[:9]], prompt[:7]], params, use_cache=use_cache)
+        assert_same_bits(logits(outputs[0]), alone)
+        assert outputs[1].token_ids[: n - 9] == tokens[9:]
+        assert_same_bits(logits(outputs[1])[: n - 9], alone[9:])
+        for i in (0, 3, 4, 5, n - 1):  # as if each had been given whole
+            assert_same_bits(llm.logits(prompt + tokens[:i])[-1], alone[i], i)
+        assert_nothing_held(llm)
+
+
+def test_both_sides_of_the_limit_share_nothing(tmp_path: Path) -> None:
+    ids = expected(LONG)["input_ids"].tolist()
+    params = SamplingParams(temperature=0, max_tokens=1)
+    with load(LONG, tmp_path) as llm:
+        cached = [llm.generate(ids[:n], params)[0].num_cached_tokens for n in (16, 37, 17, 30, 16, 10)]
+        assert cached == [0, 0, 16, 29, 15, 9]
+
+
+def test_forks_and_searches_over_the_limit(tmp_path: Path) -> None:
+    """Answers that fork, and beams, right where their keys change."""
+    prompt = expected(LONG)["input_ids_cross"].tolist()
+    params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=9, ignore_eos=True, logprobs=0)
+    answers = []
+    for options in ({}, {"max_num_batched_tokens": 5, "num_threads": 1}):
+        with load(LONG, tmp_path, **options) as llm:
+            for ids in (prompt, [*prompt, 7, 8, 9, 10]):
+                (output,) = llm.generate(ids, params)
+                assert len({tuple(answer.token_ids) for answer in output.outputs}) == 3
+                beams = llm.beam_search(ids, BeamSearchParams(beam_width=2, max_tokens=7, ignore_eos=True))
+                answers.append(
+                    [answer.token_ids for answer in output.outputs] + [list(b.tokens) for b in beams[0].sequences]
+                )
+                for answer in output.outputs:
+                    for i, token in enumerate(answer.token_ids):
+                        row = llm.logits([*ids, *answer.token_ids[:i]])[-1].astype(np.float64)
+                        want = row[token] - np.log(np.exp(row).sum())
+                        assert answer.logprobs[i][token].logprob == pytest.approx(want, abs=1e-4)
+            assert_nothing_held(llm)
+    assert answers[:2] == answers[2:]

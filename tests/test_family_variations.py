@@ -199,6 +199,36 @@ def test_both_forms_of_latent_attention_agree() -> None:
         np.testing.assert_allclose(logits["absorbed"], logits["expanded"], rtol=0, atol=1e-5 * max(1, scale))
 
 
+def test_trap_15_latent_attention_in_numbers() -> None:
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 16}
+    config = config_of("deepseek_v3", {**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    spec = spec_from_config(config)
+    assert all(layer.attention.scale == pytest.approx(1 / math.sqrt(12)) for layer in spec.layers)
+    assert spec.tensor("o_proj.weight", 0).shape == (48, 4 * 6)
+    weights, ids = NoisyWeights(spec), list(range(25))
+    with llm_of(spec, weights) as absorbed, llm_of(spec, weights, mla="expanded") as expanded:
+        (group,) = absorbed.cache.groups
+        assert (group.kind, group.rank, group.rope_dim) == ("latent", 16, 4)
+        assert absorbed.cache.bytes_per_token == 20 * 4 * spec.num_layers
+        want = absorbed.logits(ids)
+        np.testing.assert_allclose(expanded.logits(ids), want, rtol=0, atol=1e-5 * max(1, np.abs(want).max()))
+
+
+def test_trap_21_a_bias_that_is_there_is_used(tmp_path: Path) -> None:
+    """Also where the configuration does not speak of it, and in what is stored as one."""
+    from safetensors.numpy import load_file, save_file
+
+    for family, role in (("mistral", "self_attn.o_proj"), ("phi3", "self_attn.qkv_proj"), ("gemma2", "mlp.up_proj")):
+        folder = REFERENCE / FAMILY_FOLDERS[family]
+        tensors = load_file(folder / "model.safetensors")
+        rows = tensors[f"model.layers.1.{role}.weight"].shape[0]
+        tensors[f"model.layers.1.{role}.bias"] = np.full(rows, 0.5, np.float32)
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        with LLM(tmp_path, num_kv_blocks=8, **EXACT) as biased, LLM(folder, num_kv_blocks=8, **EXACT) as plain:
+            assert np.abs(biased.logits(range(9)) - plain.logits(range(9))).max() > 0.01
+
+
 def test_gpt2_files_without_the_prefix(tmp_path: Path) -> None:
     """OpenAI's own files leave "transformer." out, and hold masks."""
     from safetensors.numpy import load_file, save_file
@@ -249,6 +279,8 @@ def test_defaults(family: str) -> None:
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping: expected a number"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a number"),
         ("gemma2", {"sliding_window": None}, "sliding_window: expected a window"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false"),
         ("gemma", {"hidden_act": "tanh"}, "hidden_act: expected one of silu"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "warp"}}}, "expected one of default"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": 3}}, "sliding_attention: expected an object, got 3"),

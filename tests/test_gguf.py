@@ -47,7 +47,7 @@ from kvcore.checkpoint.gguf import GGUFFile, GGUFWeights, StringArray
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError
 from kvcore.models.families import spec_from_config
-from kvcore.models.rope import inv_freq
+from kvcore.models.rope_table import inv_freq
 from kvcore.models.spec import check_weights, read_output, unused_tensors
 from oracle import Oracle
 

@@ -39,6 +39,7 @@ from kvcore.checkpoint.gguf.architectures import ARCHITECTURES
 from kvcore.checkpoint.weights import SafetensorsWeights
 from kvcore.errors import CheckpointError
 from kvcore.models.families import FAMILIES
+from kvcore.plan import find_model, make_plan
 from models import EXACT, expected
 
 DATA = Path(__file__).parent / "data"
@@ -138,6 +139,15 @@ def test_logits_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     with LLM(convert(folder, tmp_path / "x.gguf"), **options) as llm:
         got = llm.logits(ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 if name.startswith("gemma") else 2e-5)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_it_is_planned_like_the_folder(name: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path)
+    got, want = (make_plan(find_model(path)) for path in (convert(folder, tmp_path / "x.gguf"), folder))
+    assert got.parameters == want.parameters
+    assert got.bytes_per_token == want.bytes_per_token
+    assert not [note for note in got.notes if "files hold" in note]
 
 
 def test_every_architecture_is_tried() -> None:

@@ -48,7 +48,7 @@ PYTHON = {
     "memory": set(),
     "viz": {"errors"},  # it draws snapshots: dicts, whoever took them
     "outputs": {"engine"},
-    "reply": {"errors", "engine", "outputs", "text"},
+    "reply": {"errors", "engine", "outputs", "prompts", "text"},
     "loading": {"errors", "memory", "_kvcore", "engine", "models", "checkpoint", "text"},
     "dispatch": {"errors", "engine", "reply", "text"},
     "progress": set(),

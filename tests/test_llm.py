@@ -524,6 +524,10 @@ def test_close() -> None:
         ({"enable_prefix_caching": 1}, TypeError, "enable_prefix_caching"),
         ({"seed": -1}, InvalidArgument, "seed"),
         ({"num_threads": 0}, InvalidArgument, "num_threads"),
+        ({"scheduling_policy": "random"}, InvalidArgument, "scheduling_policy: expected one of fcfs, priority"),
+        ({"swap_space": -1}, InvalidArgument, "swap_space"),
+        ({"swap_space": 1.5}, TypeError, "swap_space"),
+        ({"prompt_cache_min_tokens": -1}, InvalidArgument, "prompt_cache_min_tokens"),
     ],
 )
 def test_options_are_checked_before_anything_is_read(options: Any, error: type[Exception], match: str) -> None:

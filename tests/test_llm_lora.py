@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from kvcore import LLM, AsyncLLM, BeamSearchParams, CheckpointError, InvalidArgument, LoRARequest, SamplingParams
+from kvcore.checkpoint.lora import load_lora
 from models import EXACT, REFERENCE, assert_nothing_held, assert_same_bits, recorded
 from test_lora import TARGETS, lora_of, merged
 from test_lora_files import adapter, half
@@ -69,6 +70,10 @@ def test_prefixes_are_kept_apart(llm: LLM, adapters: list[LoRARequest]) -> None:
     assert cached(None) == cached(first) == cached(second) == 36
     assert cached(LoRARequest("another name", first.lora_path)) == 36
     assert cached(LoRARequest(first.lora_name, second.lora_path)) == 36
+    salted: Any = {"prompt_token_ids": PROMPT, "cache_salt": load_lora(first.lora_path).identity}
+    for request in (None, first, second):
+        assert llm.generate(salted, GREEDY, lora_request=request)[0].num_cached_tokens == 0
+        assert llm.generate(salted, GREEDY, lora_request=request)[0].num_cached_tokens == 36
 
 
 def test_other_files_under_the_same_path(llm: LLM, tmp_path: Path) -> None:

@@ -142,6 +142,14 @@ def test_a_rows_bits_depend_on_its_own_adapter_alone(fixture_llm: Any, data: st.
             assert_same_bits(alone, llm.logits(row[0]))
 
 
+def test_more_rows_than_go_through_an_mlp_together(fixture_llm: Any) -> None:
+    llm, (first, second) = fixture_llm
+    random = np.random.default_rng(0)
+    rows = [(random.integers(3, 300, 110).tolist(), adapter) for adapter in (first, None, second, None, first)]
+    for row, logits in zip(rows, forward(llm, rows), strict=True):
+        assert_same_bits(logits, forward(llm, [row])[0])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with LLM(REFERENCE / "llama_gqa", num_kv_blocks=4) as llm:
         good = lora_of("llama_gqa", ["q_proj"])

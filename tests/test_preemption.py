@@ -87,6 +87,31 @@ def test_trap_9_through_llm_with_a_real_model() -> None:
     assert results[0] == results[1]
 
 
+KINDS = ("gemma3_text", "gpt_oss", "mistral_swa8", "deepseek_v3", "phi3_longrope", "llama_rope_dynamic", "mixtral")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_trap_9_for_layers_of_other_kinds(name: str) -> None:
+    """Windows, latent rows, sinks, experts, rope that depends on length; samples that share a prompt among them."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, 20 + 3 * i).tolist() for i in range(6)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        if i % 2
+        else SamplingParams(seed=i, n=2, max_tokens=20, ignore_eos=True)
+        for i in range(6)
+    ]
+    results = []
+    for blocks, budget in ((200, 2048), (8, 2048), (8, 24)):
+        with LLM(REFERENCE / name, num_kv_blocks=blocks, max_num_batched_tokens=budget, **EXACT) as llm:
+            outputs = llm.generate(prompts, params)
+            results.append([[c.token_ids for c in output.outputs] for output in outputs])
+            assert (llm.stats()["num_preemptions"] > 0) == (blocks == 8)
+            llm.cache.check()
+            assert llm.stats()["cache"]["used"] == llm.stats()["cache"]["num_sequences"] == 0
+    assert results[0] == results[1] == results[2]
+
+
 def test_what_the_prefix_index_still_holds_is_not_computed_again() -> None:
     cache = MockCache(8)
     engine = Engine(MockDecoder(cache), max_num_seqs=2)
@@ -152,3 +177,25 @@ def test_priorities_through_llm() -> None:
             llm.generate(prompts, params, priority=1.5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="priority"):
             llm.generate(prompts, params, priority=[1])
+
+
+def test_salts_separate_tenants() -> None:
+    prompt = np.random.default_rng(0).integers(0, 320, 40).tolist()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(REFERENCE / "llama_gqa", num_kv_blocks=40, **EXACT) as llm:
+        found = []
+        for salt in (None, "a", "b", "a", None):
+            asked = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+            found.append(llm.generate(asked, params)[0].num_cached_tokens)
+        assert found == [0, 0, 0, 39, 39]
+        # together: only equal salts wait for each other
+        new = [prompt[::-1]] * 3
+        outputs = llm.generate(
+            [{"prompt_token_ids": p, "cache_salt": s} for p, s in zip(new, "xyx", strict=True)], params
+        )
+        assert [o.num_cached_tokens for o in outputs] == [0, 0, 39]
+        assert len({tuple(o.token_ids) for o in outputs}) == 1
+        for bad, error in (("", ValueError), (3, TypeError)):
+            with pytest.raises(error, match="cache_salt"):
+                llm.generate({"prompt_token_ids": prompt, "cache_salt": bad}, params)
+        assert_nothing_held(llm)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvcore.checkpoint.config import Config
 from kvcore.errors import CheckpointError, InvalidArgument
-from kvcore.models.rope import KINDS, RopeSpec, RopeTable, inv_freq, rope_from_config
+from kvcore.models.rope import KINDS, RopeSpec, rope_from_config
+from kvcore.models.rope_table import RopeTable, inv_freq
 
 
 def rope(head_dim: int = 32, max_positions: int = 128, theta: float = 10000.0, **parameters: Any) -> RopeSpec:

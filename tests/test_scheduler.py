@@ -60,7 +60,7 @@ def run(scheduler: Scheduler, cache: MockCache) -> list[tuple[str, int]]:
             elif s.use_cache:
                 cache.append(s.handles[0], [7])
             else:
-                scheduler.end_round(s)
+                scheduler.restart(s)
     return [(s.request_id, n) for s, n in items]
 
 
@@ -311,9 +311,12 @@ class Zeros:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self.spec = SimpleNamespace(vocab_size=5000)
+        self.spec = SimpleNamespace(vocab_size=100)
 
-    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
+    def context_len(self, prompt_len: int, length: int, /) -> int:
+        return prompt_len
+
+    def prompt_salt(self, context_len: int, /) -> bytes | None:
         return None
 
     def forward(self, batch: Any, ids: Any, positions: Any, lens: Any, rows: Any, /) -> Any:
@@ -332,13 +335,14 @@ def test_windows_in_a_small_pool() -> None:
     cache = KVCache(groups=groups)
     engine = Engine(Zeros(cache))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    seqs = [engine.add_request(str(i), range(700 * i, 700 * i + 600 + i), params) for i in range(6)]
+    seqs = [engine.add_request(str(i), [i] * (600 + i), params) for i in range(6)]
     with pytest.raises(OutOfBlocks, match="151 blocks of 16 needed, 150 available"):
         engine.add_request("long", [1] * 2401, params)
     while engine.has_unfinished:
         assert not [o.error for o in engine.step() if o.error is not None]
     assert [s.finish_reason for s in seqs] == ["length"] * 6
     assert [s.num_generated for s in seqs] == [40] * 6
+    assert engine.logits([1] * 600).shape == (600, 100)
     cache.check()
     assert cache.stats()["used"] == 0
 

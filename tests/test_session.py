@@ -123,7 +123,11 @@ def test_text_and_chat() -> None:
     with pytest.raises(InvalidArgument, match="vocabulary"):
         session.append([300])
     messages = [{"role": "user", "content": "a long question about many things"}]
+    block = {"type": "text", "text": messages[0]["content"], "cache_control": {"type": "ephemeral"}}
+    with Session(llm) as other:
+        marked = other.chat([{"role": "user", "content": [block]}], GREEDY)
     first = session.chat(messages, GREEDY)
+    assert marked.prompt_token_ids == first.prompt_token_ids
     assert first.token_ids == llm.chat(messages, GREEDY)[0].token_ids
     messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "why?"}]
     second = session.chat(messages, GREEDY)

@@ -93,12 +93,13 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         **template_values: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation, as ``LLM.stream_chat``."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._llm._conversation(messages, values)]
+        asked = [self._llm._conversation(messages, values, cache_salt)]
         return self._start(self._llm._submissions(asked, params, True, priority, timeout, None, lora_request)[0])
 
     async def stats(self) -> dict[str, Any]:

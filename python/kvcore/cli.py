@@ -54,6 +54,8 @@ _Quantization = Annotated[
 ]
 _MaxTokens = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 _Temperature = Annotated[float, typer.Option(help="0 takes the most probable token; higher is more varied.")]
+_TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that add up to this.")]
+_TopK = Annotated[int, typer.Option(help="Sample from so many of the most probable tokens; 0: all.")]
 _Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
 _Threads = Annotated[int | None, typer.Option(help="Threads; by default one per core.", show_default=False)]
 
@@ -115,6 +117,8 @@ def generate(
     quantization: _Quantization = "auto",
     max_tokens: _MaxTokens = 256,
     temperature: _Temperature = 0.0,
+    top_p: _TopP = 1.0,
+    top_k: _TopK = 0,
     seed: _Seed = None,
     no_chat: Annotated[bool, typer.Option("--no-chat", help="Continue the text; no chat template around it.")] = False,
     no_cache: Annotated[
@@ -133,7 +137,7 @@ def generate(
     with _reporting():
         if (prompt is None) == (file is None):
             raise typer.BadParameter("expected either a prompt or --file")
-        params = _params(max_tokens, temperature, seed)
+        params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         options = {"kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "num_threads": num_threads}
         if file is not None:
             texts = _lines(file)
@@ -153,7 +157,7 @@ def generate(
                     if not as_json and not live:  # the view has the terminal to itself
                         print(piece, end="", flush=True)
             if live and not as_json:
-                print(answer.as_dict()["text"], end="", flush=True)
+                print(answer.text, end="", flush=True)
             if as_json:
                 print(
                     json.dumps({"model": llm.name, "prompt": text, **answer.as_dict()}, ensure_ascii=False), flush=True
@@ -171,7 +175,12 @@ def chat(
     quantization: _Quantization = "auto",
     max_tokens: _MaxTokens = 1024,
     temperature: _Temperature = 0.0,
+    top_p: _TopP = 1.0,
+    top_k: _TopK = 0,
     seed: _Seed = None,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Show after each answer what it took, and what the cache saved.")
+    ] = False,
     num_threads: _Threads = None,
 ) -> None:
     """Talk with a model. /reset starts over, /exit or the end of input leaves, /help lists; Ctrl-C stops an answer."""
@@ -179,7 +188,7 @@ def chat(
         if sys.stdin is None:
             raise InvalidArgument("stdin: expected what to answer, but it is closed")
         _check_text(system or "")
-        params = _params(max_tokens, temperature, seed)
+        params = _params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         beginning = [] if system is None else [{"role": "system", "content": system}]
         with _open(model, kv_cache_dtype=kv_cache_dtype, quantization=quantization, num_threads=num_threads) as llm:
             messages = list(beginning)
@@ -194,7 +203,7 @@ def chat(
                     messages.append({"role": "user", "content": text})
                     try:
                         _check_text(text)
-                        messages.append({"role": "assistant", "content": _say(llm, messages, params)})
+                        messages.append({"role": "assistant", "content": _say(llm, messages, params, figures)})
                     except KvcoreError as error:  # the conversation has become too long, for example
                         messages.pop()
                         full = isinstance(error, OutOfBlocks) or "max_model_len" in str(error)
@@ -327,6 +336,22 @@ class _Answer:
         self._last = item
         return item.text
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything has come."""
+        return self._last is not None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    def fills(self, max_model_len: int | None) -> bool:
+        """Whether prompt and answer have used up the model's length."""
+        if self._last is None or max_model_len is None or self._last.finish_reason != "length":
+            return False
+        return len(self._last.prompt_token_ids) + len(self._token_ids) >= max_model_len
+
     def figures(self) -> str:
         """One line about what the answer took."""
         values = self.as_dict()
@@ -348,7 +373,7 @@ class _Answer:
         prompt, answer, metrics = len(last.prompt_token_ids), len(self._token_ids), last.metrics
         blocks = -(-(prompt + answer - 1) // self._block_size)
         return {
-            "text": "".join(self._pieces),
+            "text": self.text,
             "token_ids": self._token_ids,
             "finish_reason": last.finish_reason,
             "usage": {
@@ -413,28 +438,26 @@ def _open(model: str, **options: Any) -> LLM:
     return LLM(model, **options)
 
 
-def _params(max_tokens: int, temperature: float, seed: int | None) -> Any:
+def _params(**values: Any) -> Any:
     from kvcore.engine.sampling_params import SamplingParams
 
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    return SamplingParams(**values)
 
 
-def _say(llm: LLM, messages: list[Mapping[str, Any]] | list[dict[str, str]], params: Any) -> str:
+def _say(llm: LLM, messages: list[Mapping[str, Any]] | list[dict[str, str]], params: Any, figures: bool = False) -> str:
     """Print an answer as it comes; Ctrl-C ends it early."""
-    pieces: list[str] = []
-    length, reason = 0, None
+    answer = _Answer(llm)
     try:
         for item in llm.stream_chat(list(messages), params):
-            pieces.append(item.text)
-            length = (length or len(item.prompt_token_ids)) + len(item.token_ids)
-            reason = item.finish_reason
-            print(item.text, end="", flush=True)
+            print(answer.add(item), end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
     print(flush=True)
-    if reason == "length" and llm.max_model_len is not None and length >= llm.max_model_len:
+    if answer.fills(llm.max_model_len):
         print("kvcore: the context is full: /reset starts over", file=sys.stderr)
-    return "".join(pieces)
+    if figures and answer.begun:
+        print(answer.figures(), file=sys.stderr)
+    return answer.text
 
 
 def _prompt(argument: str) -> str:

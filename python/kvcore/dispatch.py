@@ -52,8 +52,8 @@ class Dispatcher:
 
     def check(self, submission: Submission) -> Submission:
         """The same with its prompt as a checked list. Raises as ``Engine.check_request``."""
-        token_ids = self.engine.check_request(submission.token_ids, submission.params, submission.encoder)
-        return replace(submission, token_ids=token_ids)
+        token_ids = self.engine.check_request(submission.asked.token_ids, submission.params, submission.asked.encoder)
+        return replace(submission, asked=replace(submission.asked, token_ids=token_ids))
 
     def submit(self, replies: list[Reply], submissions: list[Submission]) -> None:
         """Check all, then give them to the engine. What must be dropped later is in ``replies``, always."""
@@ -66,15 +66,16 @@ class Dispatcher:
                 reply.begin(
                     engine.add_request(
                         reply.request_id,
-                        submission.token_ids,
+                        submission.asked.token_ids,
                         submission.params,
                         use_cache=submission.use_cache,
                         priority=submission.priority,
                         timeout=submission.timeout,
-                        marks=submission.marks,
+                        salt=submission.asked.cache_salt,
+                        marks=submission.asked.marks,
                         make_constraint=submission.make_constraint,
                         adapter=submission.adapter,
-                        encoder=submission.encoder,
+                        encoder=submission.asked.encoder,
                     )
                 )
 

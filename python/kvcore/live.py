@@ -1,7 +1,9 @@
 """A view of a running LLM for terminals: blocks, requests, hit rate, times.
 
-with live_view(llm):
-    llm.generate(prompts, params)
+    with live_view(llm):
+        llm.generate(prompts, params)
+
+It reads ``LLM.stats()`` and changes nothing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ All calls on an ``LLM`` share one engine, and whoever steps it takes the request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from kvcore.lora import LoadedAdapters, LoRARequest
 from kvcore.outputs import BeamSearchOutput, RequestOutput
 from kvcore.progress import progress_bar
 from kvcore.prompt_caching import find_mark, mark_tokens, take_marks
-from kvcore.prompts import Input, Prompt, Prompts, is_batch
+from kvcore.prompts import Asked, Prompt, Prompts, check_salt, is_batch
 from kvcore.reply import Reply, Submission
 
 if TYPE_CHECKING:
@@ -215,7 +215,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, a dict with "prompt" or "prompt_token_ids", or a list of these. Texts
-                get the special tokens that the tokenizer's configuration says.
+                get the special tokens that the tokenizer's configuration says. A dict may have a "cache_salt": only
+                prompts with equal salts share blocks.
             params: for all prompts, or a list with one for each. None: ``SamplingParams()``, whatever the model's
                 generation_config.json says about temperature and the like.
             use_cache: False computes everything again for each token, as if there were no KV cache. The tokens are
@@ -241,9 +242,8 @@ class LLM:
             and returns its blocks.
         """
         asked = self._prompts.inputs(prompts)
-        replies = self._run(
-            self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request), progress
-        )
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def chat(
@@ -258,6 +258,7 @@ class LLM:
         priority: int | list[int] = 0,
         timeout: float | None = None,
         callback: Callable[[RequestOutput], Any] | None = None,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         **template_values: Any,
     ) -> list[RequestOutput]:
@@ -270,6 +271,7 @@ class LLM:
             params, use_cache, progress, priority, timeout, callback, lora_request: as ``generate``.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt: end the prompt with the start of the assistant's turn.
+            cache_salt: whose conversations these are: only prompts with equal salts share blocks.
             template_values: further variables of the template, such as ``tools``.
 
         Returns:
@@ -285,10 +287,9 @@ class LLM:
             raise InvalidArgument("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(conversation, values) for conversation in conversations]
-        replies = self._run(
-            self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request), progress
-        )
+        asked = [self._conversation(conversation, values, cache_salt) for conversation in conversations]
+        submissions = self._submissions(asked, params, use_cache, priority, timeout, callback, lora_request)
+        replies = self._run(submissions, progress)
         return [reply.output() for reply in replies]
 
     def beam_search(
@@ -313,12 +314,9 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: expected BeamSearchParams, got {type(params).__name__}")
+        asked = self._prompts.inputs(prompts)
         adapter = self._adapters.get(lora_request)
-        submissions = [
-            Submission(text=i.text, token_ids=i.token_ids, params=params, adapter=adapter, encoder=i.encoder)
-            for i in self._prompts.inputs(prompts)
-        ]
-        replies = self._run(submissions, progress)
+        replies = self._run([Submission(asked=each, params=params, adapter=adapter) for each in asked], progress)
         return [reply.beams() for reply in replies]
 
     def stream(
@@ -364,13 +362,23 @@ class LLM:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         **template_values: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation token by token: ``chat`` and ``stream`` in one."""
         values = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt, **template_values}
-        asked = [self._conversation(messages, values)]
+        asked = [self._conversation(messages, values, cache_salt)]
         return self._stream(self._submissions(asked, params, use_cache, priority, timeout, None, lora_request)[0])
+
+    def abort(self, request_id: str) -> None:
+        """End a request of any thread's call, with what it has until then (``finish_reason`` "abort").
+
+        Requests that have ended, and names that no request has, are left alone.
+        """
+        reply = self._dispatcher.replies.get(request_id)
+        if reply is not None:
+            self._dispatcher.abort(reply)
 
     def logits(
         self, token_ids: Any, *, encoder: Mapping[str, Any] | None = None, lora_request: LoRARequest | None = None
@@ -500,20 +508,21 @@ class LLM:
 
     # -- what calls ask for ---------------------------------------------------------------------------------------
 
-    def _conversation(self, messages: Any, template_values: dict[str, Any]) -> Input:
-        """The prompt of a conversation as text and token ids, and the marks in it."""
+    def _conversation(self, messages: Any, template_values: Mapping[str, Any], cache_salt: str | None = None) -> Asked:
+        """The prompt of a conversation, and the marks in it."""
+        salt = check_salt(cache_salt, "cache_salt")
         plain, marks = take_marks(messages)
         text = self.render_chat(plain, **template_values)
         token_ids = self._prompts.encode(text, add_special_tokens=False)
         if not marks:
-            return Input(text, token_ids)
+            return Asked(text, token_ids, cache_salt=salt)
         places = [find_mark(mark, plain, text, lambda m: self.render_chat(m, **template_values)) for mark in marks]
         prefixes = [self._prompts.encode(text[:place], add_special_tokens=False) for place in places]
-        return Input(text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens))
+        return Asked(text, token_ids, mark_tokens(marks, prefixes, token_ids, self._min_marked_tokens), salt)
 
     def _submissions(
         self,
-        asked: Sequence[Input],
+        asked: list[Asked],
         params: Any,
         use_cache: bool = True,
         priority: int | list[int] = 0,
@@ -541,19 +550,16 @@ class LLM:
         adapters = [self._adapters.get(each) for each in wanted]
         return [
             Submission(
-                text=one.text,
-                token_ids=one.token_ids,
+                asked=prompt,
                 params=each,
                 use_cache=use_cache,
                 priority=rank,
                 timeout=timeout,
-                marks=one.marks,
                 make_constraint=self._constraint(each),
                 callback=callback,
                 adapter=adapter,
-                encoder=one.encoder,
             )
-            for one, each, rank, adapter in zip(
+            for prompt, each, rank, adapter in zip(
                 asked, self._prompts.params(params, len(asked)), priorities, adapters, strict=True
             )
         ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,19 +18,29 @@ if TYPE_CHECKING:
     from kvcore.text.tokenizer import Tokenizer
 
 Prompt = Any
-"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}, and "cache_salt" beside it.
 
 Of an encoder-decoder a text for the encoder, or {"encoder_token_ids": ids} or {"input_features": features}, with
 optional "decoder_token_ids".
 """
 
 
-class Input(NamedTuple):
-    """A prompt: its text, if it came as text, its token ids, marks in them, and what the encoder is given, if any."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as the engine takes it.
+
+    Attributes:
+        text: as text, if it came as text.
+        token_ids: its token ids, not checked yet.
+        marks: prefixes that are to be kept.
+        cache_salt: whose it is: only prompts with equal salts share blocks.
+        encoder: what the encoder is given, if there is one.
+    """
 
     text: str | None
     token_ids: Any
     marks: Marks = ()
+    cache_salt: str | None = None
     encoder: EncoderInput | None = None
 
 
@@ -60,8 +71,13 @@ class Prompts:
         self.reader = reader
         self._name = name
 
-    def inputs(self, prompts: Prompt | list[Prompt]) -> list[Input]:
-        """Each prompt, read."""
+    def inputs(self, prompts: Prompt | list[Prompt]) -> list[Asked]:
+        """One prompt or several as the engine takes them.
+
+        Raises:
+            InvalidArgument: no prompt, an empty one, or keys that a prompt does not have.
+            TypeError: something that is no prompt.
+        """
         if not is_batch(prompts):
             return [self._input(prompts, "prompt")]
         if len(prompts) == 0:
@@ -78,15 +94,18 @@ class Prompts:
             raise InvalidArgument(f"{where}: expected an input for the encoder alone, got 'decoder_token_ids' as well")
         return self._input(given, where).encoder
 
-    def _input(self, prompt: Prompt, where: str) -> Input:
+    def _input(self, prompt: Prompt, where: str) -> Asked:
         if self.reader is not None:
             return self._encoder_decoder_input(self.reader, prompt, where)
+        salt = None
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if len(prompt) != 1 or not known:
+            if len(known) != 1 or set(prompt) - {*known, "cache_salt"}:
                 raise InvalidArgument(
-                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt', got the keys {list(prompt)}"
+                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt', and 'cache_salt' or nothing "
+                    f"beside it, got the keys {list(prompt)}"
                 )
+            salt = check_salt(prompt.get("cache_salt"), f"{where}['cache_salt']")
             prompt = prompt[known[0]]
             if isinstance(prompt, str) != (known[0] == "prompt"):
                 kind = "a string" if known[0] == "prompt" else "a list of token ids"
@@ -94,30 +113,33 @@ class Prompts:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
-            return Input(prompt, self.encode(prompt, add_special_tokens=True))
+            return Asked(prompt, self.encode(prompt, add_special_tokens=True), cache_salt=salt)
         if not isinstance(prompt, (list, tuple, range, np.ndarray)) or getattr(prompt, "ndim", 1) == 0:
             raise TypeError(f"{where}: expected a string, a list of token ids or a dict, got {type(prompt).__name__}")
         if len(prompt) == 0:
             raise InvalidArgument(f"{where}: expected at least one token, got none")
-        return Input(None, prompt)
+        return Asked(None, prompt, cache_salt=salt)
 
-    def _encoder_decoder_input(self, reader: Reader, prompt: Prompt, where: str) -> Input:
+    def _encoder_decoder_input(self, reader: Reader, prompt: Prompt, where: str) -> Asked:
         source = "encoder_token_ids" if reader.mel_bins is None else "input_features"
         expected = f"{where}: expected a dict with {source!r} and perhaps 'decoder_token_ids'"
         given = {"prompt": prompt} if isinstance(prompt, str) else prompt
         if not isinstance(given, Mapping):
             raise InvalidArgument(f"{expected}, as {self._name} has an encoder, got {type(prompt).__name__}")
-        known = {"prompt", "encoder_token_ids", "input_features", "decoder_token_ids"}
-        if not set(given) <= known or len(set(given) - {"decoder_token_ids"}) > 1:
+        beside = {"decoder_token_ids", "cache_salt"}
+        sources = set(given) - beside
+        if len(sources) > 1 or not sources <= {"prompt", "encoder_token_ids", "input_features"}:
             raise InvalidArgument(f"{expected}, got the keys {list(given)}")
         text, start = given.get("prompt"), given.get("decoder_token_ids")
+        salt = check_salt(given.get("cache_salt"), f"{where}['cache_salt']")
         if "prompt" in given:
             if not isinstance(text, str) or reader.mel_bins is not None:
                 raise InvalidArgument(f"{expected}, got {'a text' if isinstance(text, str) else type(text).__name__}")
             if not text:
                 raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
             given = {source: self.encode(text, add_special_tokens=True)}
-        return Input(text, [reader.start_token_id] if start is None else start, (), reader.encoder_input(given))
+        token_ids = [reader.start_token_id] if start is None else start
+        return Asked(text, token_ids, cache_salt=salt, encoder=reader.encoder_input(given))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises InvalidArgument without a tokenizer."""
@@ -167,3 +189,12 @@ def is_batch(prompts: Any) -> bool:
     if isinstance(prompts, np.ndarray):
         return prompts.ndim > 1
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
+
+
+def check_salt(salt: Any, where: str) -> str | None:
+    """A salt, or None. Raises TypeError for something else, InvalidArgument for an empty one."""
+    if salt is not None and not isinstance(salt, str):
+        raise TypeError(f"{where}: expected a string or None, got {type(salt).__name__}")
+    if salt == "":
+        raise InvalidArgument(f"{where}: expected a string that is not empty, got ''")
+    return salt

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcore.engine.intake import Marks
 from kvcore.engine.logits import Constraint
 from kvcore.engine.sampler import Logprob
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
 from kvcore.engine.sequence import Sequence
 from kvcore.errors import InvalidState, KvcoreError
 from kvcore.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput, Usage
+from kvcore.prompts import Asked
 
 if TYPE_CHECKING:
     from kvcore.text.tokenizer import Tokenizer
@@ -22,16 +22,13 @@ if TYPE_CHECKING:
 class Submission:
     """What a call asks for, for one prompt; ``LLM.generate`` and ``Engine.add_request`` explain the fields."""
 
-    token_ids: Any
-    text: str | None = None
+    asked: Asked
     params: SamplingParams | BeamSearchParams
     use_cache: bool = True
     priority: int = 0
     timeout: float | None = None
-    marks: Marks = ()
     make_constraint: Callable[[], Constraint] | None = None
     adapter: Any = None
-    encoder: Any = None
     callback: Callable[[RequestOutput], Any] | None = None
 
 
@@ -135,7 +132,7 @@ class Reply:
             prompt_logprobs = [p if p is None else self._answers[0].decoded(p) for p in seq.prompt_logprobs]
         return RequestOutput(
             self.request_id,
-            self.submission.text,
+            self.submission.asked.text,
             seq.token_ids[: seq.prompt_len],
             completions,
             self.finished,
@@ -175,7 +172,7 @@ class Reply:
         read = seq.num_cached_tokens
         written = {300.0: 0, 3600.0: 0}
         start = read
-        for end, ttl in self.submission.marks:
+        for end, ttl in self.submission.asked.marks:
             kept = 3600.0 if ttl is None or ttl > 300.0 else 300.0
             written[kept] += max(0, end - start)
             start = max(start, end)

@@ -74,7 +74,9 @@ class Session:
             inputs = self._prompts.inputs(prompt)
             if len(inputs) != 1:
                 raise InvalidArgument(f"prompt: expected one prompt, got a list of {len(inputs)}")
-            new = list(inputs[0][1])
+            if inputs[0].cache_salt is not None:
+                raise InvalidArgument("prompt: expected no 'cache_salt': a session shares with nobody by salt")
+            new = list(inputs[0].token_ids)
         checked = self._llm._dispatcher.engine.check_request([*self._token_ids, *new], SamplingParams())
         self._token_ids = checked
 
@@ -120,9 +122,8 @@ class Session:
             params: with one answer.
             template_values: of the chat template.
         """
-        self._check(params)
-        text = self._llm.render_chat(messages, **template_values)
-        self._token_ids = self._prompts.encode(text, add_special_tokens=False)
+        self._check(params, empty=True)
+        self._token_ids = self._llm._conversation(messages, template_values).token_ids
         return self.generate(params)
 
     def fork(self) -> Session:
@@ -190,11 +191,11 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session of {len(self)} tokens{' (closed)' if self._closed else ''}>"
 
-    def _check(self, params: SamplingParams | None) -> None:
+    def _check(self, params: SamplingParams | None, *, empty: bool = False) -> None:
         self._check_open()
         if params is not None and params.n != 1:
             raise InvalidArgument(f"params: expected one answer (n=1), got n={params.n}")
-        if not self._token_ids:
+        if not self._token_ids and not empty:
             raise InvalidArgument("session: expected at least one token before an answer, got none")
 
     def _take(self, tokens: list[int]) -> None:

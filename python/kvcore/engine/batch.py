@@ -10,10 +10,10 @@ from kvcore.engine.sequence import Sequence
 
 
 def batch_rows(items: list[Item]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Token ids, positions and prompt lengths of a batch's rows in order, and the rows whose logits are wanted."""
+    """Token ids, positions and context lengths of a batch's rows in order, and the rows whose logits are wanted."""
     token_ids: list[int] = []
     positions: list[int] = []
-    prompt_lens: list[int] = []
+    context_lens: list[int] = []
     logit_rows: list[int] = []
     for seq, n in items:
         start, end = seq.num_stored, seq.num_stored + n
@@ -22,13 +22,13 @@ def batch_rows(items: list[Item]) -> tuple[IntArray, IntArray, IntArray, IntArra
             logit_rows += [offset + position for position in prompt_rows(seq, start, end)]
         token_ids += seq.token_ids[start:end]
         positions += range(start, end)
-        prompt_lens += [seq.prompt_len] * n
+        context_lens += [seq.context_len] * n
         if end == len(seq.token_ids):
             logit_rows.append(len(token_ids) - 1)
     return (
         np.array(token_ids, np.int64),
         np.array(positions, np.int64),
-        np.array(prompt_lens, np.int64),
+        np.array(context_lens, np.int64),
         np.array(logit_rows, np.int64),
     )
 

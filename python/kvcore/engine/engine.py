@@ -17,45 +17,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvcore.engine import policy
-from kvcore.engine.batch import adapter_rows, batch_rows, prompt_rows
-from kvcore.engine.beams import BeamSearch
+from kvcore.engine.batch import adapter_rows, batch_rows
 from kvcore.engine.intake import Intake, Marks
 from kvcore.engine.interfaces import Adapter, Cache, EncoderInput, FloatArray, Model
 from kvcore.engine.logits import Constraint
 from kvcore.engine.metrics import EngineMetrics
-from kvcore.engine.sampler import Logprob, Sampled, logprobs, sample
+from kvcore.engine.next_tokens import NextTokens, StepOutput
 from kvcore.engine.sampling_params import BeamSearchParams, SamplingParams
-from kvcore.engine.scheduler import Item, Scheduler
+from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Sequence
-from kvcore.errors import InvalidArgument, InvalidState, KvcoreError, OutOfBlocks
-
-
-@dataclass(slots=True)  # frozen ones take four times as long to make, and there is one for each token
-class StepOutput:
-    """What a step did to one request.
-
-    Attributes:
-        request_id: the request.
-        token_id: the token it got; None if it got none, but an error or its end.
-        logprobs: of this position, if asked for.
-        finish_reason: "stop" or "length" if this token ended it.
-        error: what ended it, if it could not go on.
-        index: which of the request's answers.
-    """
-
-    request_id: str
-    token_id: int | None = None
-    logprobs: dict[int, Logprob] | None = None
-    finish_reason: str | None = None
-    error: KvcoreError | None = None
-    index: int = 0
+from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 
 
 class Engine:
@@ -104,7 +81,6 @@ class Engine:
         self._model = model
         self._cache: Cache = model.cache
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._scheduler = Scheduler(
             model,
             max_num_seqs=max_num_seqs,
@@ -127,6 +103,7 @@ class Engine:
         self._stepping = False
         self._abort_after_step: list[str] = []
         self.metrics = EngineMetrics()
+        self._next_tokens = NextTokens(self._cache, self._scheduler, self.metrics, self._eos_token_ids)
 
     @property
     def has_unfinished(self) -> bool:
@@ -148,6 +125,7 @@ class Engine:
         use_cache: bool = True,
         priority: int = 0,
         timeout: float | None = None,
+        salt: str | None = None,
         marks: Marks = (),
         make_constraint: Callable[[], Constraint] | None = None,
         adapter: Adapter | None = None,
@@ -167,6 +145,7 @@ class Engine:
                 are the same. Not for beam search.
             priority: smaller goes first, where the policy is "priority".
             timeout: seconds from now after which it is aborted, with the stop reason "timeout".
+            salt: only requests with equal salts share blocks.
             marks: prefixes of the prompt that the cache shall keep for a time of their own.
             make_constraint: makes the grammar that an answer must follow, a new one for each.
             adapter: changes the model for this request.
@@ -187,6 +166,7 @@ class Engine:
             use_cache=use_cache,
             arrival=self.metrics.num_requests,
             priority=priority,
+            salt=salt,
             marks=marks,
             make_constraint=make_constraint,
             adapter=adapter,
@@ -253,8 +233,9 @@ class Engine:
     ) -> FloatArray:
         """The logits of every position, float32 [len(token_ids), vocab], in one go: nothing else runs meanwhile.
 
-        The tokens are computed in chunks of ``max_num_batched_tokens``. Nothing is read from the prefix cache or
-        left in it. ``maps`` takes for each chunk the weights of each layer's cross-attention, see ``Model.forward``.
+        The tokens are computed in chunks of ``max_num_batched_tokens`` (or as many as a window's pool holds). Nothing
+        is read from the prefix cache or left in it. ``maps`` takes for each chunk the weights of each layer's
+        cross-attention, see ``Model.forward``.
 
         Raises:
             InvalidArgument, TypeError: as ``check_request``.
@@ -274,12 +255,12 @@ class Engine:
             handles.extend(map(partial(self._cache.add, use_prefix=False), (token_ids,)))  # as Scheduler._open
             if encoder is not None:
                 self._model.encode(handles[0], encoder)
-            for start in range(0, total, self._max_num_batched_tokens):
-                n = min(self._max_num_batched_tokens, total - start)
+            for start in range(0, total, space.max_chunk):
+                n = min(space.max_chunk, total - start)
                 batch = self._cache.plan([(handles[0], n)])
                 positions = np.arange(start, start + n, dtype=np.int64)
                 ids = np.array(token_ids[start : start + n], np.int64)
-                lens = np.full(n, total, np.int64)
+                lens = np.full(n, self._model.context_len(total, total), np.int64)
                 rows = positions - start
                 options: dict[str, Any] = {} if adapter is None else {"adapters": [(adapter, rows)]}
                 if maps is not None:
@@ -295,7 +276,6 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """All counts, how many requests wait and run, and the counts of the cache under "cache"."""
-        self.metrics.num_preemptions = self._scheduler.num_preemptions
         return {
             **self.metrics.snapshot(),
             "num_waiting": len(self._scheduler.waiting),
@@ -333,141 +313,14 @@ class Engine:
             seq.store(n)
             metrics.num_recomputed_tokens += seq.num_recomputed_tokens - recomputed
         metrics.num_computed_tokens += len(rows[0])
+        metrics.num_preemptions = scheduler.num_preemptions
         metrics.num_steps += 1
-        return outputs + self._sample(items, logits)
-
-    def _sample(self, items: list[Item], logits: FloatArray) -> list[StepOutput]:
-        """Give every sequence whose tokens are all stored its next one."""
-        takers: list[Sequence] = []
-        rows: list[int] = []
-        searches: dict[str, BeamSearch] = {}
-        row = 0
-        for seq, n in items:
-            if seq.prompt_logprobs is not None:
-                row = self._take_prompt_logprobs(seq, n, logits, row)
-            if seq.num_stored < len(seq.token_ids):
-                continue
-            if seq.search is not None:
-                seq.search.offer(seq.index, logits[row])
-                searches[seq.request_id] = seq.search
-            else:
-                answers = [seq, *self._fork(seq)] if seq.siblings else [seq]
-                takers += answers
-                rows += [row] * len(answers)
-            row += 1
-        outputs: list[StepOutput] = []
-        if takers:
-            chosen = logits if len(rows) == len(logits) and rows == list(range(len(rows))) else logits[rows]
-            sampled = sample(
-                chosen, [s.params for s in takers], [s.generator for s in takers], [s.adjust for s in takers]
-            )
-            now = time.perf_counter()
-            outputs = [self._accept(seq, result, now) for seq, result in zip(takers, sampled, strict=True)]
-        for request_id, search in searches.items():
-            if search.ready:
-                outputs += self._next_beams(self._requests[request_id], search)
-        return outputs
-
-    def _fork(self, seq: Sequence) -> list[Sequence]:
-        """Let the answers begin that share this sequence's prompt."""
-        siblings, seq.siblings, seq.seats = seq.siblings, [], 1
-        now = time.perf_counter()
-        for sibling in siblings:
-            if not sibling.finished:  # else aborted meanwhile
-                sibling.handles.extend(map(self._cache.fork, seq.handles))
-                sibling.num_stored = sibling.num_reached = seq.num_stored
-                sibling.num_cached_tokens = seq.num_cached_tokens
-                sibling.metrics.first_scheduled_time = now
-                self._scheduler.start(sibling)
-        return [sibling for sibling in siblings if not sibling.finished]
-
-    def _next_beams(self, sequences: list[Sequence], search: BeamSearch) -> list[StepOutput]:
-        """The beams that have offered their candidates go on, as the search says, or all end."""
-        running = sequences[: len(search.scores)]
-        steps = search.select([seq.token_ids[seq.prompt_len :] for seq in running])
-        now = time.perf_counter()
-        if not steps:
-            for seq, answer in zip(sequences, search.finished, strict=False):
-                seq.token_ids = seq.token_ids[: seq.prompt_len] + answer.token_ids
-                seq.cumulative_logprob, seq.finish_reason = answer.logprob, answer.reason
-                seq.metrics.last_token_time = now
-            self.metrics.num_generation_tokens += sum(len(answer.token_ids) for answer in search.finished)
-            for seq in sequences:
-                self._end(seq, seq.finish_reason or "length")
-            return [StepOutput(seq.request_id, None, None, seq.finish_reason, index=seq.index) for seq in sequences]
-        if sequences[0].num_generated == 0:
-            self.metrics.num_prompt_tokens += sequences[0].prompt_len
-        parents = [step.parent for step in steps]
-        known = [running[parent].token_ids for parent in parents]
-        for seq in running[len(steps) :]:  # too few tokens have any probability
-            self._scheduler.running.remove(seq)
-        # One C call from the cache's answer to the list, as in Scheduler._open.
-        search.handles.extend(map(self._cache.reorder, ([seq.handles[0] for seq in running],), (parents,)))
-        first = sequences[0]
-        for seq, step, token_ids, handle in zip(sequences, steps, known, search.handles[0], strict=False):
-            seq.token_ids = [*token_ids, step.token_id]
-            seq.handles[:] = [handle]
-            seq.num_stored, seq.num_cached_tokens = first.num_stored, first.num_cached_tokens
-            seq.metrics.token(now)
-            self._cache.append(handle, [step.token_id])
-        for seq in running[len(steps) :]:
-            seq.handles.clear()
-        search.handles.clear()
-        first.seats, first.siblings = 1, []
-        for seq in sequences[: len(steps)]:
-            seq.unit = sequences[: len(steps)]
-            if seq not in self._scheduler.running:
-                seq.num_reached = seq.num_stored
-                seq.metrics.first_scheduled_time = now
-                self._scheduler.start(seq)
-        return []
-
-    def _take_prompt_logprobs(self, seq: Sequence, n: int, logits: FloatArray, row: int) -> int:
-        """Note those of the prompt's tokens whose rows this step has computed; returns the row behind them."""
-        assert seq.prompt_logprobs is not None
-        assert seq.params.prompt_logprobs is not None
-        for position in prompt_rows(seq, seq.num_stored - n, seq.num_stored):
-            token = seq.token_ids[position + 1]
-            seq.prompt_logprobs.append(logprobs(logits[row], token, seq.params.prompt_logprobs))
-            row += 1
-        return row
-
-    def _accept(self, seq: Sequence, result: Sampled | KvcoreError, now: float) -> StepOutput:
-        """Give a sequence its next token, and end it or make it ready for the one after."""
-        if isinstance(result, KvcoreError):
-            error = InvalidState(f"request {seq.request_id!r}, token {seq.num_generated}: {result}")
-            self._end(seq, None, error=error)
-            return StepOutput(seq.request_id, error=error, index=seq.index)
-        token_id = result.token_id
-        if seq.index == 0 and seq.metrics.first_token_time is None:
-            self.metrics.num_prompt_tokens += seq.prompt_len
-        self.metrics.num_generation_tokens += 1
-        seq.metrics.token(now)
-        if seq.logprobs is not None and result.logprobs is not None:
-            seq.logprobs.append(result.logprobs)
-        seq.cumulative_logprob += result.logprob
-        seq.token_ids.append(token_id)
-        if seq.adjust is not None:
-            seq.adjust.accept(token_id)
-        reason, stop_reason = self._end_reason(seq, token_id)
-        if reason is not None:
-            self._end(seq, reason, stop_reason)
-        elif not seq.use_cache:
-            self._scheduler.end_round(seq)
-        elif seq.handles:
-            self._cache.append(seq.handles[0], [token_id])
-        return StepOutput(seq.request_id, token_id, result.logprobs, reason, index=seq.index)
-
-    def _end_reason(self, seq: Sequence, token_id: int) -> tuple[str | None, int | None]:
-        params = seq.params
-        if token_id in self._eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if params.stop_token_ids and token_id in params.stop_ids:
-            return "stop", token_id
-        if seq.adjust is not None and seq.adjust.finished:
-            seq.last_is_text = True
-            return "stop", None
-        return ("length" if seq.num_generated >= seq.max_new_tokens else None), None
+        taken = self._next_tokens.take(items, logits, self._requests)
+        for output in taken:
+            if output.finish_reason is not None or output.error is not None:
+                seq = self._requests[output.request_id][output.index]
+                self._end(seq, output.finish_reason, output.stop_reason, output.error)
+        return outputs + taken
 
     # -- how they end -----------------------------------------------------------------------------------------------
 
@@ -502,7 +355,7 @@ class Engine:
         for request_id in [name for name, deadline in self._deadlines.items() if deadline <= now]:
             for seq in list(self._requests.get(request_id, ())):
                 if not seq.finished:
-                    outputs.append(StepOutput(request_id, finish_reason="abort", index=seq.index))
+                    outputs.append(StepOutput(request_id, None, None, "abort", "timeout", index=seq.index))
                 self._end(seq, "abort", "timeout")
             self._deadlines.pop(request_id, None)
         return outputs

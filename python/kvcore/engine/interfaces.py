@@ -129,8 +129,15 @@ class Model(Protocol):
         """What the decoder is; the engine reads ``spec.vocab_size``."""
         ...
 
-    def prompt_salt(self, prompt_len: int, /) -> bytes | None:
-        """What a prompt of this length adds to its block keys, where keys depend on more than the tokens."""
+    def context_len(self, prompt_len: int, length: int, /) -> int:
+        """The length that the keys of a request follow, of which this many tokens are the prompt and all.
+
+        When it changes, what is stored of the request is of no use any more.
+        """
+        ...
+
+    def prompt_salt(self, context_len: int, /) -> bytes | None:
+        """What a request of this ``context_len`` adds to its block keys, where keys depend on more than the tokens."""
         ...
 
     def encode(self, seq: Any, source: Any, /) -> None:
@@ -142,7 +149,7 @@ class Model(Protocol):
         batch: Any,
         token_ids: IntArray,
         positions: IntArray,
-        prompt_lens: IntArray,
+        context_lens: IntArray,
         logit_rows: IntArray,
         /,
         adapters: Any = (),

@@ -139,9 +139,11 @@ class Scheduler:
         self._close(seq)
         seq.state = State.FINISHED
 
-    def end_round(self, seq: Sequence) -> None:
-        """Forget the keys and values of a running sequence that does without the cache; it starts over next step."""
-        seq.num_reached = 0
+    def restart(self, seq: Sequence) -> None:
+        """Forget what is stored of a running sequence; it is opened again in the next step, as what it is by then.
+
+        That is how sequences go on that do without the cache, and those whose block key has changed.
+        """
         self._close(seq)
 
     def free(self, handles: list[Handle]) -> None:
@@ -161,6 +163,9 @@ class Scheduler:
         self.items, self.batch = [], None
         self._sweep()
         budget = self._max_num_batched_tokens
+        for seq in self.running:
+            if seq.handles and seq.context_len != self._context_len(seq):
+                self._close(seq)  # its keys turn otherwise at this length: all of it is computed anew
         # beams that wait for others of their unit miss nothing
         missing = [(seq, len(seq.token_ids) - seq.num_stored) for seq in self.running]
         decoding = [seq for seq, n in missing if n == 1]
@@ -251,8 +256,16 @@ class Scheduler:
         encoder = None if seq.handles or seq is not seq.unit[0] else seq.encoder
         return self.space.to_come(seq.num_stored, copies, tokens, encoder)
 
+    def _context_len(self, seq: Sequence) -> int:
+        return self._model.context_len(seq.prompt_len, len(seq.token_ids))
+
     def _salt(self, seq: Sequence) -> bytes | None:
-        return self._model.prompt_salt(seq.prompt_len)
+        """What a sequence's blocks depend on beside its tokens: what the model says, and whose they are."""
+        of_model = self._model.prompt_salt(self._context_len(seq))
+        if seq.salt is None:
+            return of_model
+        salt = seq.salt.encode(errors="surrogatepass")
+        return b"salt %d %d " % (len(salt), of_model is None) + salt + (of_model or b"")
 
     def _key(self, seq: Sequence) -> tuple[bytes | None, dict[str, Any]]:
         """What the keys of its blocks have beside the tokens, as ``Cache.add`` takes it."""
@@ -275,6 +288,9 @@ class Scheduler:
         # One C call from the cache's answer to the list: no byte code between them at which an interrupt could lose it.
         seq.handles.extend(map(add, (seq.token_ids,), (salt,)))
         seq.num_stored = seq.handles[0].num_cached_tokens
+        context_len = self._context_len(seq)
+        if seq.context_len != context_len:  # nothing was computed of it yet, or nothing that is of use
+            seq.context_len, seq.num_reached = context_len, seq.num_stored
         for num_tokens, ttl in seq.marks:
             self._cache.mark(seq.handles[0], num_tokens, ttl=ttl)
 

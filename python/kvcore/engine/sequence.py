@@ -38,6 +38,7 @@ class Sequence:
             model's length or the cache's capacity comes first.
         use_cache: False computes every token again for each new one.
         use_prefix: False neither reads nor leaves prefixes.
+        salt: whose it is: only sequences with equal salts share blocks.
         index: which of the request's answers.
         order: the policy's: smaller goes first.
         marks: (number of prompt tokens, seconds) that the cache is asked to keep.
@@ -50,6 +51,7 @@ class Sequence:
         encoder: what the encoder is given, where there is one. All of a unit share what it gives.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
+        context_len: the length that its stored keys follow, see ``Model.context_len``.
         num_stored: how many of ``token_ids`` have keys and values in the cache now.
         num_reached: how many of them have had so in this round, before it was preempted.
         num_cached_tokens: how many prompt tokens came from the prefix cache when it first started.
@@ -72,6 +74,7 @@ class Sequence:
     generator: np.random.Generator | None
     metrics: RequestMetrics
     use_prefix: bool = True
+    salt: str | None = None
     index: int = 0
     order: tuple[int, ...] = (0,)
     marks: tuple[tuple[int, float | None], ...] = ()
@@ -84,6 +87,7 @@ class Sequence:
     encoder: EncoderInput | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
+    context_len: int = 0
     num_stored: int = 0
     num_reached: int = 0
     num_cached_tokens: int = 0

@@ -26,7 +26,7 @@ from kvcore.models.embedding import Embedding
 from kvcore.models.layer import Layer
 from kvcore.models.norm import project
 from kvcore.models.reader import Reader
-from kvcore.models.rope import RopeTable
+from kvcore.models.rope_table import RopeTable
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Batch, KVCache
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+
 
 class Decoder:
     """A decoder with packed weights.

@@ -66,6 +66,7 @@ class Layer:
             self._mlp = Mlp(read, layer, spec.mlp, norm, residual)
         self._after_mlp = read.optional_norm("after_mlp_norm", layer)
         self._parallel = spec.parallel
+        self._adapters = read.adapters
 
     def finish(self, x: FloatArray, attended: FloatArray, step: Step) -> None:
         """Add attention's output, cross-attention and the MLP to x, in place. With cross-attention x has all rows."""
@@ -73,8 +74,7 @@ class Layer:
             self._add_attended(x, attended)
             self.cross.add(x, step)
             _normalise(x, self._after_cross)
-        for start in range(0, len(x), _ROWS):
-            rows = slice(start, start + _ROWS)
+        for rows in self._adapters.pieces(len(x), _ROWS):
             piece = x[rows]
             inner = self._mlp.open(piece) if self._parallel else None
             if self.cross is None:

@@ -69,6 +69,16 @@ class Adapters:
         """From here on, the step's rows are those with these indices, in their order."""
         self.rows = [(adapter, np.flatnonzero(np.isin(kept, rows))) for adapter, rows in self.rows]
 
+    def pieces(self, count: int, size: int) -> Iterator[slice]:
+        """Cut ``count`` rows into pieces. While one is worked on, the step's rows are those of the piece alone."""
+        whole = self.rows
+        for start in range(0, count, size):
+            stop = start + size
+            if whole:
+                self.rows = [(adapter, rows[(rows >= start) & (rows < stop)] - start) for adapter, rows in whole]
+            yield slice(start, stop)
+        self.rows = whole
+
     def fit(self, lora: LoraWeights) -> Adapter:
         """Pack an adapter's weights for this decoder.
 

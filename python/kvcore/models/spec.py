@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from kvcore.errors import InvalidArgument
 from kvcore.models.shape import LayerCache
 from kvcore.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from kvcore.checkpoint.weights import Weights
     from kvcore.models.rope import RopeSpec
 
@@ -363,6 +362,8 @@ def unused_tensors(spec: DecoderSpec, weights: Weights) -> list[str]:
 
 def _same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     """Whether two arrays of equal shape hold the same bytes, in pieces so that no large mask is made."""
+    import numpy as np
+
     if a.dtype != b.dtype:
         return False
     pieces = ((a[i : i + 1024], b[i : i + 1024]) for i in range(0, len(a), 1024))

@@ -152,8 +152,9 @@ def _safetensors(folder: Path) -> StoredWeights | None:
 
 def _from_gguf(path: Path, name: str) -> Model:
     """Imports numpy."""
-    from kvcore.checkpoint.gguf import GGUFFile, to_config
+    from kvcore.checkpoint.gguf import ROPE_TENSORS, GGUFFile, to_config
 
     file = GGUFFile(path)
-    weights = StoredWeights.of(1, ((t.type, t.shape, t.end - t.begin) for t in file.tensors.values()))
+    tensors = [tensor for tensor_name, tensor in file.tensors.items() if tensor_name not in ROPE_TENSORS]
+    weights = StoredWeights.of(1, ((t.type, t.shape, t.end - t.begin) for t in tensors))
     return Model(name, str(path), to_config(file), weights)

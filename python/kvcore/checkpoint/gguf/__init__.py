@@ -10,6 +10,7 @@ weights.py         tensors -> Hugging Face's names and layouts
 
 from kvcore.checkpoint.gguf.config import to_config
 from kvcore.checkpoint.gguf.file import GGUFFile, GGUFTensor, StringArray
+from kvcore.checkpoint.gguf.keys import ROPE_TENSORS
 from kvcore.checkpoint.gguf.weights import GGUFWeights
 
-__all__ = ["GGUFFile", "GGUFTensor", "GGUFWeights", "StringArray", "to_config"]
+__all__ = ["ROPE_TENSORS", "GGUFFile", "GGUFTensor", "GGUFWeights", "StringArray", "to_config"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvcore.models.families.common import LAYER, Mlp, Parts, layer_norm
+from kvcore.models.families.draft import Draft, Mlp, layer_norm
+from kvcore.models.families.layout import LAYER
 from kvcore.models.rope import RopeSpec, rope_from_config
 from kvcore.models.spec import DecoderSpec
 from kvcore.models.tensors import TensorSpec
@@ -16,35 +17,35 @@ from kvcore.models.tensors import TensorSpec
 
 def cohere(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``CohereConfig``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    return _spec(parts, [_rope(parts)] * parts.num_layers, qk_norm=parts.read.boolean("use_qk_norm", False))
+    draft = Draft(config)
+    return _spec(draft, [_rope(draft)] * draft.num_layers, qk_norm=draft.read.boolean("use_qk_norm", False))
 
 
 def cohere2(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``Cohere2Config``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    rope = _rope(parts)
-    return _spec(parts, [None if window is None else rope for window in parts.windows], qk_norm=False)
+    draft = Draft(config)
+    rope = _rope(draft)
+    return _spec(draft, [None if window is None else rope for window in draft.windows], qk_norm=False)
 
 
-def _rope(parts: Parts) -> RopeSpec:
-    return rope_from_config(parts.config, parts.heads.k_dim, parts.positions, interleaved=True)
+def _rope(draft: Draft) -> RopeSpec:
+    return rope_from_config(draft.config, draft.heads.k_dim, draft.positions, interleaved=True)
 
 
-def _spec(parts: Parts, ropes: list[RopeSpec | None], *, qk_norm: bool) -> DecoderSpec:
-    read, heads, mlp = parts.read, parts.heads, parts.mlp()
+def _spec(draft: Draft, ropes: list[RopeSpec | None], *, qk_norm: bool) -> DecoderSpec:
+    read, heads, mlp = draft.read, draft.heads, draft.mlp()
     bias = read.boolean("attention_bias", False)
 
     def tensors(_: Mlp) -> Iterable[TensorSpec]:
-        yield from parts.norm_tensors({"input_norm": "input_layernorm"})
-        yield from parts.attention_tensors(qkv_bias=bias, o_bias=bias)
+        yield from draft.norm_tensors({"input_norm": "input_layernorm"})
+        yield from draft.attention_tensors(qkv_bias=bias, o_bias=bias)
         for name, count in (("q_norm", heads.queries), ("k_norm", heads.kv)) if qk_norm else ():
             yield TensorSpec(f"{name}.weight", f"{LAYER}self_attn.{name}.weight", (count, heads.k_dim))
-        yield from parts.mlp_tensors(mlp.inner)
+        yield from draft.mlp_tensors(mlp.inner)
 
-    attention = parts.attention(ropes, qk_norm="head" if qk_norm else None)
-    return parts.spec(
-        parts.layers(attention, mlp, tensors, parallel=True),
+    attention = draft.attention(ropes, qk_norm="head" if qk_norm else None)
+    return draft.spec(
+        draft.layers(attention, mlp, tensors, parallel=True),
         layer_norm(read),
         tied=True,
         vocab=256000,

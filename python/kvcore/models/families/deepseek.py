@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvcore.models.families.common import IGNORED, LAYER, Mlp, Parts, expert_counts, gated_mlp, linear, norm, rms
+from kvcore.models.families.draft import Draft, Mlp, expert_counts, rms
+from kvcore.models.families.layout import IGNORED, LAYER, gated_mlp, linear, norm
 from kvcore.models.rope import rope_from_config
 from kvcore.models.shape import latent_dims
 from kvcore.models.spec import DecoderSpec, LatentSpec, MoeSpec, RouterSpec
@@ -21,39 +22,39 @@ ATTENTION = LAYER + "self_attn."
 
 def deepseek_v2(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``DeepseekV2Config``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    read = parts.read
-    experts, chosen = _counts(parts, (64, 6))
+    draft = Draft(config)
+    read = draft.read
+    experts, chosen = _counts(draft, (64, 6))
     router = RouterSpec(chosen, scale=read.number("routed_scaling_factor", 1.0))
     method = read.string("topk_method", "greedy")
     if method == "group_limited_greedy":
-        router = _grouped(parts, router, experts, best=1)
+        router = _grouped(draft, router, experts, best=1)
     elif method != "greedy":
         raise read.error("topk_method", "greedy or group_limited_greedy", method)
-    return _spec(parts, router, experts, correction=False)
+    return _spec(draft, router, experts, correction=False)
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``DeepseekV3Config``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    read = parts.read
-    experts, chosen = _counts(parts, (256, 8))
+    draft = Draft(config)
+    read = draft.read
+    experts, chosen = _counts(draft, (256, 8))
     scale, renormalize = read.number("routed_scaling_factor", 2.5), read.boolean("norm_topk_prob", True)
     router = RouterSpec(chosen, "sigmoid", renormalize=renormalize, scale=scale)
     if experts:
-        router = _grouped(parts, router, experts, best=2)
-    return _spec(parts, router, experts, correction=True)
+        router = _grouped(draft, router, experts, best=2)
+    return _spec(draft, router, experts, correction=True)
 
 
-def _counts(parts: Parts, default: tuple[int, int]) -> tuple[int, int]:
+def _counts(draft: Draft, default: tuple[int, int]) -> tuple[int, int]:
     """Experts and how many a token uses; none where the configuration says null."""
-    if "n_routed_experts" in parts.config and not parts.read.has("n_routed_experts"):
+    if "n_routed_experts" in draft.config and not draft.read.has("n_routed_experts"):
         return 0, 0
-    return expert_counts(parts.read, "n_routed_experts", default=default)
+    return expert_counts(draft.read, "n_routed_experts", default=default)
 
 
-def _grouped(parts: Parts, router: RouterSpec, experts: int, *, best: int) -> RouterSpec:
-    read = parts.read
+def _grouped(draft: Draft, router: RouterSpec, experts: int, *, best: int) -> RouterSpec:
+    read = draft.read
     groups = read.integer("n_group", 1)
     if experts % groups:
         raise read.error("n_group", f"a divisor of n_routed_experts ({experts})", groups)
@@ -64,21 +65,21 @@ def _grouped(parts: Parts, router: RouterSpec, experts: int, *, best: int) -> Ro
     return replace(router, groups=groups, top_groups=top, group_best=min(best, size))
 
 
-def _spec(parts: Parts, router: RouterSpec, experts: int, *, correction: bool) -> DecoderSpec:
-    read, hidden = parts.read, parts.hidden
-    latent = _latent(parts)
-    dense, activation = parts.mlp(), parts.activation()
+def _spec(draft: Draft, router: RouterSpec, experts: int, *, correction: bool) -> DecoderSpec:
+    read, hidden = draft.read, draft.hidden
+    latent = _latent(draft)
+    dense, activation = draft.mlp(), draft.activation()
     inner = read.integer("moe_intermediate_size", dense.inner)
     shared = read.integer("n_shared_experts", 0, minimum=0) * inner or None
     moe = MoeSpec(experts, inner, activation, router, shared)
     first, step = read.integer("first_k_dense_replace", 0, minimum=0), read.integer("moe_layer_freq", 1)
-    sparse = [experts > 0 and layer >= first and layer % step == 0 for layer in range(parts.num_layers)]
+    sparse = [experts > 0 and layer >= first and layer % step == 0 for layer in range(draft.num_layers)]
 
     def tensors(mlp: Mlp) -> Iterable[TensorSpec]:
-        yield from parts.norm_tensors()
-        yield from _attention_tensors(parts, latent)
+        yield from draft.norm_tensors()
+        yield from _attention_tensors(draft, latent)
         if not isinstance(mlp, MoeSpec):
-            yield from parts.mlp_tensors(mlp.inner)
+            yield from draft.mlp_tensors(mlp.inner)
             return
         prefix = LAYER + "mlp."
         yield from linear("router", prefix + "gate", experts, hidden)
@@ -90,26 +91,26 @@ def _spec(parts: Parts, router: RouterSpec, experts: int, *, correction: bool) -
             yield from gated_mlp("shared.", prefix + "shared_experts.", hidden, shared)
 
     interleaved = read.boolean("rope_interleave", True)
-    rope = rope_from_config(parts.config, latent.rope_dim, parts.positions, interleaved=interleaved)
-    scale = parts.heads.k_dim**-0.5 * rope.score_factor
-    attention = [replace(a, latent=latent) for a in parts.attention(rope, scale=scale)]
-    layers = parts.layers(attention, [moe if s else dense for s in sparse], tensors)
-    count = parts.num_layers  # behind the layers stand those that predict several tokens at once
+    rope = rope_from_config(draft.config, latent.rope_dim, draft.positions, interleaved=interleaved)
+    scale = draft.heads.k_dim**-0.5 * rope.score_factor
+    attention = [replace(a, latent=latent) for a in draft.attention(rope, scale=scale)]
+    layers = draft.layers(attention, [moe if s else dense for s in sparse], tensors)
+    count = draft.num_layers  # behind the layers stand those that predict several tokens at once
     extra = range(count, count + read.integer("num_nextn_predict_layers", 0, minimum=0, maximum=100))
-    return parts.spec(layers, rms(read), ignored=(*IGNORED, *(f"model.layers.{layer}.*" for layer in extra)))
+    return draft.spec(layers, rms(read), ignored=(*IGNORED, *(f"model.layers.{layer}.*" for layer in extra)))
 
 
-def _latent(parts: Parts) -> LatentSpec:
-    read = parts.read
+def _latent(draft: Draft) -> LatentSpec:
+    read = draft.read
     rank, rope_dim = latent_dims(read)
-    q_rank = read.integer("q_lora_rank", None if "q_lora_rank" in parts.config else 1536)
-    return LatentSpec(q_rank, rank, parts.heads.k_dim - rope_dim, rope_dim, parts.heads.v_dim)
+    q_rank = read.integer("q_lora_rank", None if "q_lora_rank" in draft.config else 1536)
+    return LatentSpec(q_rank, rank, draft.heads.k_dim - rope_dim, rope_dim, draft.heads.v_dim)
 
 
-def _attention_tensors(parts: Parts, latent: LatentSpec) -> Iterable[TensorSpec]:
-    hidden, heads = parts.hidden, parts.heads.queries
-    bias = parts.read.boolean("attention_bias", False)
-    q = heads * parts.heads.k_dim
+def _attention_tensors(draft: Draft, latent: LatentSpec) -> Iterable[TensorSpec]:
+    hidden, heads = draft.hidden, draft.heads.queries
+    bias = draft.read.boolean("attention_bias", False)
+    q = heads * draft.heads.k_dim
     if latent.q_rank is None:
         yield from linear("q_proj", ATTENTION + "q_proj", q, hidden)
     else:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcore.checkpoint.config import Config
-from kvcore.models.families.common import NORMS, Parts, rms
+from kvcore.models.families.draft import Draft, refuse, rms
+from kvcore.models.families.layout import NORMS
 from kvcore.models.rope import RopeSpec, rope_from_config
 from kvcore.models.spec import ActivationSpec, AttentionSpec, DecoderSpec, MlpSpec
 
@@ -25,63 +26,64 @@ FOUR_NORMS = {
 
 def gemma(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``GemmaConfig``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    rope = rope_from_config(config, parts.heads.k_dim, parts.positions)
-    key = "hidden_activation" if parts.read.has("hidden_activation") else "hidden_act"
-    activation = parts.activation(key, "gelu_pytorch_tanh")
+    draft = Draft(config)
+    rope = rope_from_config(config, draft.heads.k_dim, draft.positions)
+    key = "hidden_activation" if draft.read.has("hidden_activation") else "hidden_act"
+    activation = draft.activation(key, "gelu_pytorch_tanh")
     if activation.name == "gelu":  # old files say so and mean the other
         activation = ActivationSpec("gelu_tanh")
-    return _spec(parts, parts.attention(rope), parts.mlp(activation), NORMS)
+    return _spec(draft, draft.attention(rope), draft.mlp(activation), NORMS)
 
 
 def gemma2(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``Gemma2Config``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    rope = rope_from_config(config, parts.heads.k_dim, parts.positions)
-    softcap = _cap(parts, "attn_logit_softcapping", 50.0)
-    attention = parts.attention(rope, scale=_scale(parts), softcap=softcap)
-    mlp = parts.mlp(parts.activation("hidden_activation", "gelu_pytorch_tanh"))
-    return _spec(parts, attention, mlp, FOUR_NORMS, logit_softcap=_cap(parts, "final_logit_softcapping", 30.0))
+    draft = Draft(config)
+    rope = rope_from_config(config, draft.heads.k_dim, draft.positions)
+    softcap = _cap(draft, "attn_logit_softcapping", 50.0)
+    attention = draft.attention(rope, scale=_scale(draft), softcap=softcap)
+    mlp = draft.mlp(draft.activation("hidden_activation", "gelu_pytorch_tanh"))
+    return _spec(draft, attention, mlp, FOUR_NORMS, logit_softcap=_cap(draft, "final_logit_softcapping", 30.0))
 
 
 def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``Gemma3TextConfig``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    ropes = [_gemma3_rope(parts, window is not None) for window in parts.windows]
+    draft = Draft(config)
+    ropes = [_gemma3_rope(draft, window is not None) for window in draft.windows]
     mlp = MlpSpec(
-        parts.read.integer("intermediate_size", 9216), parts.activation("hidden_activation", "gelu_pytorch_tanh")
+        draft.read.integer("intermediate_size", 9216), draft.activation("hidden_activation", "gelu_pytorch_tanh")
     )
-    attention = parts.attention(ropes, scale=_scale(parts), qk_norm="head")
-    cap = _cap(parts, "final_logit_softcapping", None)
-    return _spec(parts, attention, mlp, FOUR_NORMS, vocab=262208, logit_softcap=cap)
+    attention = draft.attention(ropes, scale=_scale(draft), qk_norm="head")
+    cap = _cap(draft, "final_logit_softcapping", None)
+    return _spec(draft, attention, mlp, FOUR_NORMS, vocab=262208, logit_softcap=cap)
 
 
 def _spec(
-    parts: Parts, attention: list[AttentionSpec], mlp: MlpSpec, norms: Mapping[str, str], **values: Any
+    draft: Draft, attention: list[AttentionSpec], mlp: MlpSpec, norms: Mapping[str, str], **values: Any
 ) -> DecoderSpec:
-    bias = parts.read.boolean("attention_bias", False)
-    layers = parts.llama_layers(attention, mlp, norms=norms, qkv_bias=bias, o_bias=bias)
-    scale = parts.hidden**0.5
-    return parts.spec(layers, rms(parts.read, offset=1.0), tied=True, embedding_scale=scale, **values)
+    refuse(draft.read, "use_bidirectional_attention")
+    bias = draft.read.boolean("attention_bias", False)
+    layers = draft.llama_layers(attention, mlp, norms=norms, qkv_bias=bias, o_bias=bias)
+    scale = draft.hidden**0.5
+    return draft.spec(layers, rms(draft.read, offset=1.0), tied=True, embedding_scale=scale, **values)
 
 
-def _scale(parts: Parts) -> float:
-    return 1 / math.sqrt(parts.read.number("query_pre_attn_scalar", 256.0))
+def _scale(draft: Draft) -> float:
+    return 1 / math.sqrt(draft.read.number("query_pre_attn_scalar", 256.0))
 
 
-def _cap(parts: Parts, key: str, default: float | None) -> float | None:
+def _cap(draft: Draft, key: str, default: float | None) -> float | None:
     """A soft cap: the default if the key is missing, none if it is null."""
-    return parts.read.number(key, None if key in parts.config else default)
+    return draft.read.number(key, None if key in draft.config else default)
 
 
-def _gemma3_rope(parts: Parts, slides: bool) -> RopeSpec:
+def _gemma3_rope(draft: Draft, slides: bool) -> RopeSpec:
     if not slides:
         return rope_from_config(
-            parts.config, parts.heads.k_dim, parts.positions, theta=1000000.0, layer_type="full_attention"
+            draft.config, draft.heads.k_dim, draft.positions, theta=1000000.0, layer_type="full_attention"
         )
-    config = parts.config
-    if parts.read.child("rope_parameters") is None:  # transformers 4: sliding layers are never stretched
-        config = Config({**config, "rope_scaling": None}, parts.read.source)
+    config = draft.config
+    if draft.read.child("rope_parameters") is None:  # transformers 4: sliding layers are never stretched
+        config = Config({**config, "rope_scaling": None}, draft.read.source)
     return rope_from_config(
-        config, parts.heads.k_dim, parts.positions, theta_key="rope_local_base_freq", layer_type="sliding_attention"
+        config, draft.heads.k_dim, draft.positions, theta_key="rope_local_base_freq", layer_type="sliding_attention"
     )

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvcore.models.families.common import QKV, Mlp, Parts, fused, layer_norm, norm
+from kvcore.models.families.draft import Draft, Mlp, layer_norm, refuse
+from kvcore.models.families.layout import QKV, fused, norm
 from kvcore.models.spec import DecoderSpec, MlpSpec
 from kvcore.models.tensors import TensorSpec
 
@@ -19,9 +20,10 @@ IGNORED = tuple(f"{base}h.*.attn.{name}" for base in (BASE, "") for name in ("bi
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``GPT2Config``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    read, hidden = parts.read, parts.hidden
-    mlp = MlpSpec(read.integer("n_inner", 4 * hidden), parts.activation("activation_function", "gelu_new"), gated=False)
+    draft = Draft(config)
+    read, hidden = draft.read, draft.hidden
+    refuse(read, "add_cross_attention")
+    mlp = MlpSpec(read.integer("n_inner", 4 * hidden), draft.activation("activation_function", "gelu_new"), gated=False)
 
     def matrices(roles: tuple[str, ...], name: str, rows: int, columns: int) -> Iterable[TensorSpec]:
         return fused(roles, LAYER + name, (rows,) * len(roles), columns, True, transposed=True)
@@ -37,18 +39,18 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         ):
             yield replace(tensor, base=BASE)
 
-    scale = parts.heads.k_dim**-0.5 if read.boolean("scale_attn_weights", True) else 1.0
-    attention = parts.attention(None, scale=scale)
+    scale = draft.heads.k_dim**-0.5 if read.boolean("scale_attn_weights", True) else 1.0
+    attention = draft.attention(None, scale=scale)
     if read.boolean("scale_attn_by_inverse_layer_idx", False):
         attention = [replace(a, scale=scale / (layer + 1)) for layer, a in enumerate(attention)]
-    spec = parts.spec(
-        parts.layers(attention, mlp, tensors),
+    spec = draft.spec(
+        draft.layers(attention, mlp, tensors),
         layer_norm(read, "layer_norm_epsilon"),
         tied=True,
         vocab=50257,
         norm_bias=True,
         names=(BASE + "wte", BASE + "ln_f", "lm_head"),
-        more=[TensorSpec("position_embedding.weight", BASE + "wpe.weight", (parts.positions, hidden))],
+        more=[TensorSpec("position_embedding.weight", BASE + "wpe.weight", (draft.positions, hidden))],
         ignored=IGNORED,
     )
     return replace(spec, tensors={role: replace(tensor, base=BASE) for role, tensor in spec.tensors.items()})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvcore.models.families.common import QKV, Mlp, Parts, fused, layer_norm, linear, norm
+from kvcore.models.families.draft import Draft, Mlp, layer_norm
+from kvcore.models.families.layout import QKV, fused, linear, norm
 from kvcore.models.rope import rope_from_config
 from kvcore.models.spec import DecoderSpec
 from kvcore.models.tensors import TensorSpec
@@ -16,10 +17,10 @@ IGNORED = tuple(f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "mask
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``GPTNeoXConfig``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    read, hidden, heads = parts.read, parts.hidden, parts.heads
+    draft = Draft(config)
+    read, hidden, heads = draft.read, draft.hidden, draft.heads
     width = heads.queries * heads.k_dim
-    mlp = parts.mlp(parts.activation(default="gelu"), gated=False)
+    mlp = draft.mlp(draft.activation(default="gelu"), gated=False)
     bias = read.boolean("attention_bias", True)
 
     def tensors(_: Mlp) -> Iterable[TensorSpec]:
@@ -32,11 +33,11 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         yield from linear("down_proj", LAYER + "mlp.dense_4h_to_h", hidden, mlp.inner, True)
 
     rope = rope_from_config(
-        config, heads.k_dim, parts.positions, theta_key="rotary_emb_base", partial=0.25, partial_key="rotary_pct"
+        config, heads.k_dim, draft.positions, theta_key="rotary_emb_base", partial=0.25, partial_key="rotary_pct"
     )
     parallel = read.boolean("use_parallel_residual", True)
-    return parts.spec(
-        parts.layers(parts.attention(rope), mlp, tensors, parallel=parallel),
+    return draft.spec(
+        draft.layers(draft.attention(rope), mlp, tensors, parallel=parallel),
         layer_norm(read),
         norm_bias=True,
         names=("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),

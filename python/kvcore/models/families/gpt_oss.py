@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcore.checkpoint.config import Config
-from kvcore.models.families.common import LAYER, Mlp, Parts, expert_counts, linear, rms
+from kvcore.models.families.draft import Draft, Mlp, expert_counts, rms
+from kvcore.models.families.layout import LAYER, linear
 from kvcore.models.rope import rope_from_config
 from kvcore.models.spec import ActivationSpec, DecoderSpec, MoeSpec, RouterSpec
 from kvcore.models.tensors import Part, TensorSpec
@@ -29,8 +30,8 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``GptOssConfig``. Raises ``CheckpointError``."""
     if not {"rope_parameters", "rope_scaling"} & set(config):
         config = Config({**config, "rope_scaling": YARN}, getattr(config, "source", "config"))
-    parts = Parts(config)
-    read, hidden, heads = parts.read, parts.hidden, parts.heads
+    draft = Draft(config)
+    read, hidden, heads = draft.read, draft.hidden, draft.heads
     experts, chosen = expert_counts(read, "num_local_experts", default=(128, 4))
     inner = read.integer("intermediate_size", 2880)
     limits = (read.number("swiglu_alpha", 1.702), read.number("swiglu_limit", 7.0))
@@ -39,8 +40,8 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     bias = read.boolean("attention_bias", True)
 
     def tensors(_: Mlp) -> Iterable[TensorSpec]:
-        yield from parts.norm_tensors()
-        yield from parts.attention_tensors(qkv_bias=bias, o_bias=bias)
+        yield from draft.norm_tensors()
+        yield from draft.attention_tensors(qkv_bias=bias, o_bias=bias)
         yield TensorSpec("sinks", LAYER + "self_attn.sinks", (heads.queries,))
         yield from linear("router", LAYER + "mlp.router", experts, hidden, True)
         for e in range(experts):
@@ -60,6 +61,6 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         part = Part((experts, total), index=e, groups=groups, start=start, stop=stop)
         yield TensorSpec(f"experts.{e}.{role}.bias", f"{name}_bias", (rows,), part=part)
 
-    rope = rope_from_config(config, heads.k_dim, parts.positions, theta=150000.0)
-    attention = parts.attention(rope, sinks=True)
-    return parts.spec(parts.layers(attention, moe, tensors), rms(read, 1e-5))
+    rope = rope_from_config(config, heads.k_dim, draft.positions, theta=150000.0)
+    attention = draft.attention(rope, sinks=True)
+    return draft.spec(draft.layers(attention, moe, tensors), rms(read, 1e-5))

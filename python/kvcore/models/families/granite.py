@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvcore.models.families.common import Parts, rms
+from kvcore.models.families.draft import Draft, rms
 from kvcore.models.rope import rope_from_config
 from kvcore.models.spec import DecoderSpec
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``GraniteConfig``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    read = parts.read
+    draft = Draft(config)
+    read = draft.read
     bias = read.boolean("attention_bias", False)
-    rope = rope_from_config(config, parts.heads.k_dim, parts.positions)
-    layers = parts.llama_layers(
-        parts.attention(rope, scale=read.number("attention_multiplier", 1.0)),
-        parts.mlp(),
+    rope = rope_from_config(config, draft.heads.k_dim, draft.positions)
+    layers = draft.llama_layers(
+        draft.attention(rope, scale=read.number("attention_multiplier", 1.0)),
+        draft.mlp(),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=read.boolean("mlp_bias", False),
     )
-    return parts.spec(
+    return draft.spec(
         layers,
         rms(read),
         embedding_scale=read.number("embedding_multiplier", 1.0),

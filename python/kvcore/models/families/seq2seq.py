@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from kvcore.checkpoint.config import ConfigReader
-from kvcore.models.families.common import ACTIVATIONS, MAX_HEAD_DIM, by_role, linear, norm
+from kvcore.models.families.draft import ACTIVATIONS, MAX_HEAD_DIM
+from kvcore.models.families.layout import by_role, linear, norm
 from kvcore.models.shape import MAX_HEADS, MAX_LAYERS
 from kvcore.models.spec import ActivationSpec, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from kvcore.models.tensors import TensorSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvcore.models.families.common import Parts, rms
+from kvcore.models.families.draft import Draft, rms
 from kvcore.models.rope import rope_from_config
 from kvcore.models.shape import rope_layers
 from kvcore.models.spec import DecoderSpec
@@ -13,15 +13,15 @@ from kvcore.models.spec import DecoderSpec
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Defaults are those of transformers' ``SmolLM3Config``. Raises ``CheckpointError``."""
-    parts = Parts(config)
-    bias = parts.read.boolean("attention_bias", False)
-    rope = rope_from_config(config, parts.heads.k_dim, parts.positions, theta=2000000.0)
-    ropes = [rope if turns else None for turns in rope_layers(config, parts.num_layers)]
-    layers = parts.llama_layers(
-        parts.attention(ropes),
-        parts.mlp(),
+    draft = Draft(config)
+    bias = draft.read.boolean("attention_bias", False)
+    rope = rope_from_config(config, draft.heads.k_dim, draft.positions, theta=2000000.0)
+    ropes = [rope if turns else None for turns in rope_layers(config, draft.num_layers)]
+    layers = draft.llama_layers(
+        draft.attention(ropes),
+        draft.mlp(),
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=parts.read.boolean("mlp_bias", False),
+        mlp_bias=draft.read.boolean("mlp_bias", False),
     )
-    return parts.spec(layers, rms(parts.read), tied=True)
+    return draft.spec(layers, rms(draft.read), tied=True)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvcore.checkpoint.config import ConfigReader
-from kvcore.models.families.common import ACTIVATIONS, by_role, linear, norm
+from kvcore.models.families.draft import ACTIVATIONS
+from kvcore.models.families.layout import by_role, linear, norm
 from kvcore.models.families.seq2seq import EMBEDDINGS, Side, stack
 from kvcore.models.shape import MAX_LAYERS, attention_heads, hidden_size, num_layers
 from kvcore.models.spec import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcore.checkpoint.config import ConfigReader
-from kvcore.models.families.common import norm
+from kvcore.models.families.layout import norm
 from kvcore.models.families.seq2seq import BASE, PRE_NORM, Side, bart_heads, bart_layers, of_base, stack
 from kvcore.models.shape import hidden_size
 from kvcore.models.spec import DecoderSpec, EncoderSpec, NormSpec

@@ -1,8 +1,11 @@
-"""What families have in common: sizes from a configuration, and the tensors of Llama's layout, which most follow.
+"""A spec in the making: what families have in common, sizes from a configuration first.
 
-parts = Parts(config)                         the sizes, checked
-parts.layers(attention=..., mlp=..., ...)     the layers, each with its tensors
-parts.spec(layers, norm=..., ...)             the whole
+    draft = Draft(config)                              the sizes, checked
+    attention = draft.attention(rope, ...)             of each layer
+    layers = draft.llama_layers(attention, mlp, ...)   each with its tensors, by Llama's names
+    spec = draft.spec(layers, norm, ...)               the whole
+
+Where tensors have other names or are stored otherwise, ``draft.layers`` takes a function that lists them.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from kvcore.checkpoint.config import ConfigReader
+from kvcore.models.families.layout import IGNORED, LAYER, NORMS, QKV, by_role, gated_mlp, linear, norm
 from kvcore.models.rope import RopeSpec
 from kvcore.models.shape import attention_heads, cache_layers, hidden_size, max_length, num_layers
 from kvcore.models.spec import ActivationSpec, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
-from kvcore.models.tensors import Part, TensorSpec
+from kvcore.models.tensors import TensorSpec
 
 ACTIVATIONS: Final = {
     "silu": "silu",
@@ -30,22 +34,11 @@ ACTIVATIONS: Final = {
 MAX_HEAD_DIM: Final = 256
 """The widest head that the native cache holds."""
 
-LAYER: Final = "model.layers.{layer}."
-"""How the names of a layer's tensors begin."""
-
-NORMS: Final = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-"""Roles and names of the norms before attention and MLP."""
-
-QKV: Final = ("q_proj", "k_proj", "v_proj")
-
-IGNORED: Final = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
-"""What old files hold beside the weights."""
-
 Mlp = MlpSpec | MoeSpec
 
 
-class Parts:
-    """The sizes that a configuration gives, and what specs are made of with them.
+class Draft:
+    """The sizes that a configuration gives, and a spec in the making.
 
     Attributes:
         config: the configuration.
@@ -98,33 +91,22 @@ class Parts:
             for rope, window in zip(ropes, self.windows, strict=True)
         ]
 
-    def mlp(self, activation: ActivationSpec | None = None, *, gated: bool = True, key: str = "hidden_act") -> MlpSpec:
+    def mlp(self, activation: ActivationSpec | None = None, *, gated: bool = True) -> MlpSpec:
         """The dense MLP."""
-        return MlpSpec(self.read.integer("intermediate_size"), activation or self.activation(key), gated)
+        return MlpSpec(self.read.integer("intermediate_size"), activation or self.activation(), gated)
 
-    def sparse_layers(self) -> list[bool]:
-        """Qwen: which layers have experts: every n-th, but for those that are named. Raises ``CheckpointError``."""
-        step = self.read.integer("decoder_sparse_step", 1)
-        named = self.config.get("mlp_only_layers")
-        named = [] if named is None else named
-        if not isinstance(named, (list, tuple)) or not all(isinstance(layer, int) for layer in named):
-            raise self.read.error("mlp_only_layers", "a list of layers", named)
-        return [(layer + 1) % step == 0 and layer not in named for layer in range(self.num_layers)]
-
-    def attention_tensors(
-        self, *, qkv_bias: bool | None = None, o_bias: bool | None = None, prefix: str = LAYER + "self_attn."
-    ) -> list[TensorSpec]:
-        """The four projections, with biases: True must be there, False are used if they are, None are none."""
+    def attention_tensors(self, *, qkv_bias: bool = False, o_bias: bool = False) -> list[TensorSpec]:
+        """The four projections, with biases that must be there, or are used if they are."""
         h = self.heads
         q, kv, o = h.queries * h.k_dim, h.kv * h.k_dim, h.queries * h.v_dim
         tensors: list[TensorSpec] = []
         for role, rows in zip(QKV, (q, kv, h.kv * h.v_dim), strict=True):
-            tensors += linear(role, prefix + role, rows, self.hidden, qkv_bias)
-        return tensors + linear("o_proj", prefix + "o_proj", self.hidden, o, o_bias)
+            tensors += linear(role, f"{LAYER}self_attn.{role}", rows, self.hidden, qkv_bias)
+        return tensors + linear("o_proj", LAYER + "self_attn.o_proj", self.hidden, o, o_bias)
 
-    def mlp_tensors(self, inner: int, *, bias: bool | None = None, prefix: str = LAYER + "mlp.") -> list[TensorSpec]:
+    def mlp_tensors(self, inner: int, *, bias: bool = False) -> list[TensorSpec]:
         """Gate, up and down."""
-        return gated_mlp("", prefix, self.hidden, inner, bias)
+        return gated_mlp("", LAYER + "mlp.", self.hidden, inner, bias)
 
     def qk_norm_tensors(self, *, joint: bool = False) -> list[TensorSpec]:
         """The norms of queries and keys, of a width of all heads together or of one."""
@@ -156,9 +138,9 @@ class Parts:
         mlp: MlpSpec,
         *,
         norms: Mapping[str, str] = NORMS,
-        qkv_bias: bool | None = None,
-        o_bias: bool | None = None,
-        mlp_bias: bool | None = None,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
         norm_bias: bool = False,
         parallel: bool = False,
     ) -> tuple[LayerSpec, ...]:
@@ -233,6 +215,12 @@ def expert_counts(read: ConfigReader, *keys: str, default: tuple[int, int]) -> t
     return experts, read.integer("num_experts_per_tok", min(default[1], experts), maximum=experts)
 
 
+def refuse(read: ConfigReader, key: str) -> None:
+    """Raise ``CheckpointError`` if the configuration asks for something that there is not."""
+    if read.boolean(key, False):
+        raise read.error(key, "false (nothing else is supported)", True)
+
+
 def layer_norm(read: ConfigReader, key: str = "layer_norm_eps", default: float = 1e-5) -> NormSpec:
     """LayerNorms with this eps."""
     return NormSpec("layer", read.number(key, default))
@@ -241,57 +229,3 @@ def layer_norm(read: ConfigReader, key: str = "layer_norm_eps", default: float =
 def rms(read: ConfigReader, default: float = 1e-6, *, offset: float = 0.0) -> NormSpec:
     """Root-mean-square norms with ``rms_norm_eps``."""
     return NormSpec("rms", read.number("rms_norm_eps", default), offset)
-
-
-def by_role(tensors: Iterable[TensorSpec]) -> Mapping[str, TensorSpec]:
-    """Tensors by their roles."""
-    return {tensor.role: tensor for tensor in tensors}
-
-
-def linear(role: str, name: str, rows: int, columns: int, bias: bool | None = None) -> list[TensorSpec]:
-    """A matrix and its bias: True must be there, False is used if it is (whatever the config says), None is none."""
-    weight = TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns))
-    return [weight] if bias is None else [weight, TensorSpec(f"{role}.bias", f"{name}.bias", (rows,), required=bias)]
-
-
-def gated_mlp(
-    role: str, prefix: str, hidden: int, inner: int, bias: bool | None = None,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> list[TensorSpec]:  # fmt: skip
-    """Gate, up and down of an MLP; ``role`` goes before their roles."""
-    gate, up, down = names
-    return [
-        *linear(f"{role}gate_proj", prefix + gate, inner, hidden, bias),
-        *linear(f"{role}up_proj", prefix + up, inner, hidden, bias),
-        *linear(f"{role}down_proj", prefix + down, hidden, inner, bias),
-    ]
-
-
-def fused(
-    roles: Sequence[str],
-    name: str,
-    sizes: Sequence[int],
-    columns: int,
-    bias: bool | None = None,
-    *,
-    groups: int = 1,
-    transposed: bool = False,
-) -> list[TensorSpec]:
-    """Matrices that are stored as one, below each other in each of so many groups of rows; ``bias`` as ``linear``."""
-    tensors, start, total = [], 0, sum(sizes)
-    stored = (columns, total) if transposed else (total, columns)
-    for role, rows in zip(roles, sizes, strict=True):
-        stop = start + rows // groups
-        part = Part(stored, transposed=transposed, groups=groups, start=start, stop=stop)
-        tensors.append(TensorSpec(f"{role}.weight", f"{name}.weight", (rows, columns), part=part))
-        if bias is not None:
-            part = Part((total,), groups=groups, start=start, stop=stop)
-            tensors.append(TensorSpec(f"{role}.bias", f"{name}.bias", (rows,), required=bias, part=part))
-        start = stop
-    return tensors
-
-
-def norm(role: str, name: str, width: int, *, bias: bool = False) -> list[TensorSpec]:
-    """A norm's weight, and its bias if it has one."""
-    names = ("weight", "bias") if bias else ("weight",)
-    return [TensorSpec(f"{role}.{n}", f"{name}.{n}", (width,)) for n in names]
