@@ -24,7 +24,9 @@ def test_pictures_are_as_drawn_now(name: str) -> None:
 def test_no_other_pictures() -> None:
     # By benches; tests/test_utilisation.py compares the first with the numbers of its page.
     measured = {"utilisation.svg", "throughput.svg", "roofline_avx512bf16_1.svg", "roofline_avx512bf16_2.svg"}
-    assert {path.name for path in (ROOT / "docs" / "img").iterdir()} == set(draw_docs.PICTURES) | measured
+    assert {path.name for path in (ROOT / "docs" / "img").iterdir()} == set(
+        draw_docs.PICTURES | draw_docs.MODEL_PICTURES
+    ) | measured
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
