@@ -350,7 +350,7 @@ WRONG_VALUES: list[tuple[Any, str]] = [
     ([97] * 151, r"at most 150 tokens \(max_model_len\), got 151 tokens"),
     ("a" * 151, r"at most 150 tokens \(max_model_len\), got 151 tokens"),
     ({}, "'prompt_token_ids' or 'prompt'"),
-    ({"text": "a"}, "'prompt_token_ids' or 'prompt', got the keys"),
+    ({"text": "a"}, "'prompt_token_ids' or 'prompt' .*, got the keys"),
     ({"prompt": "a", "prompt_token_ids": [97]}, "either"),
     ({"prompt_token_ids": []}, "at least one token"),
     ({"prompt": ""}, "not empty"),

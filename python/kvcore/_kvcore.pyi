@@ -772,8 +772,8 @@ class Linear:
             dtype: what weights are held in: float32, float16, bfloat16, int8 (for each 32 inputs of an output a
                 float16 scale) or int4 (a float16 scale and minimum); rounded once if it cannot hold them. Of 32 weights
                 that are all below 0.008 (int8) or 0.001 (int4) the scale has fewer digits, and below 4e-6 or 5e-7 none.
-            blocks: that ``weight`` has GGUF's blocks of this name: Q4_0 or Q4_1 for int4, Q8_0 for int8, which hold
-                them exactly.
+            blocks: that ``weight`` has GGUF's blocks of this name: Q4_0, Q4_1 or Q4_K for int4, Q5_0 or Q8_0 for int8,
+                which hold them exactly but for the scales of Q4_K's groups (they are rounded to float16).
             threads: a pool to share; None: a pool of its own for all available CPUs.
             arena: memory to share; None: memory of its own.
 

@@ -211,7 +211,9 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
     threads = Threads(options.num_threads)
     probe = make_cache(spec, dtype, options, 1, threads, "")
     blocks = num_blocks(spec, probe.bytes_per_token, options, cross_block_bytes=_cross_block_bytes(probe))
-    quantization = options.quantization if options.quantization in ("int8", "int4") else None
+    quantization = None if options.quantization == "none" else options.quantization
+    if quantization == "auto" and dtype == "float32":
+        quantization = None  # whoever asks for float32 asks for its arithmetic
     held = f"{quantization} beside {dtype}" if quantization else dtype
     cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held}")
     kind = Decoder if spec.encoder is None else EncoderDecoder

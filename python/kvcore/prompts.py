@@ -102,8 +102,8 @@ class Prompts:
             known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
             if len(known) != 1 or set(prompt) - {*known, "cache_salt"}:
                 raise InvalidArgument(
-                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt', and 'cache_salt' or nothing "
-                    f"beside it, got the keys {list(prompt)}"
+                    f"{where}: expected a dict with either 'prompt_token_ids' or 'prompt' (and 'cache_salt' or not), "
+                    f"got the keys {list(prompt)}"
                 )
             salt = check_salt(prompt.get("cache_salt"), f"{where}['cache_salt']")
             prompt = prompt[known[0]]

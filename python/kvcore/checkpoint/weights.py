@@ -85,7 +85,7 @@ class Weights(Protocol):
         ...
 
     def blocks(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
-        """The tensor's quantised blocks as they are stored, if it has such: Q4_0, Q4_1 or Q8_0, and
+        """The tensor's quantised blocks as they are stored, if it has such: GGUF's name of their kind, and
         ``[rows, bytes of a row]``. Else None."""
         ...
 

@@ -50,7 +50,8 @@ class Decoder:
         dtype: what matrices are held in: float32, bfloat16 or float16. Norms and biases are float32.
         quantization: int8 or int4, in place of ``dtype`` for all but the embedding's rows: blocks that are stored so
             are taken as they are, if all matrices with one input are of one kind, all else is rounded. The output
-            matrix, whose errors nothing evens out, is rounded to 8 bits at least. None: ``dtype``.
+            matrix, whose errors nothing evens out, is rounded to 8 bits at least. "auto": each matrix as it is stored,
+            in ``dtype``, in 4 bits, or (5 bits and more) in 8. None: ``dtype``.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape or type than the spec says.

@@ -26,6 +26,11 @@ FloatArray = npt.NDArray[np.float32]
 
 _T = TypeVar("_T", bound="Linear | npt.NDArray[Any]")
 
+_HELD = {"Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4", "Q5_0": "int8", "Q8_0": "int8"}
+"""Kinds of blocks that packed weights take as they are, and in what."""
+
+_Blocks = tuple[str, npt.NDArray[np.uint8]]
+
 _NUMPY_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -93,9 +98,14 @@ class Reader:
             return self.pack(embedding if weight is None else weight, bias)
         tensor = self.spec.tensor("embed_tokens.weight" if weight is None else "lm_head.weight")
         blocks = tensor.read_blocks(self._weights)
-        if blocks is not None and (blocks[0] == "Q8_0" or self._quantization == "int4"):
+        if self._quantization == "auto":
+            dtype = self._dtype_of([blocks])
+        else:
+            own = None if blocks is None else _HELD.get(blocks[0])
+            dtype = "int4" if own == self._quantization == "int4" else "int8"
+        if blocks is not None and _HELD.get(blocks[0]) == dtype:
             return self._of_blocks(*blocks, bias)
-        return self.pack(tensor.read(self._weights), bias, dtype="int8")
+        return self.pack(tensor.read(self._weights), bias, dtype=dtype)
 
     def adapted(self, names: Sequence[str], layer: int) -> AdaptedLinear:
         """The same as ``linear``, for adapters to add to."""
@@ -106,9 +116,12 @@ class Reader:
         """Matrices with the same input as one layer, the outputs below each other; biases where there are any."""
         tensors = [self.spec.tensor(f"{name}.weight", layer) for name in names]
         bias = self._biases(names, tensors, layer)
-        blocks = self._blocks(tensors) if dtype is None else None
-        if blocks is not None:
-            return self._of_blocks(*blocks, bias)
+        if dtype is None and self._quantization is not None:
+            blocks = [tensor.read_blocks(self._weights) for tensor in tensors]
+            dtype = self._dtype_of(blocks)
+            joint = _joint(blocks, dtype)
+            if joint is not None:
+                return self._of_blocks(*joint, bias)
         matrices = [self._read(tensor.role, layer) for tensor in tensors]
         return self.pack(matrices[0] if len(matrices) == 1 else np.concatenate(matrices), bias, dtype=dtype)
 
@@ -120,7 +133,8 @@ class Reader:
 
     def pack(self, weight: Any, bias: FloatArray | None = None, *, dtype: str | None = None) -> Linear:
         """Pack a matrix ``[out, in]``."""
-        dtype = dtype or self._quantization or self._dtype
+        if dtype is None:
+            dtype = self._dtype if self._quantization in (None, "auto") else self._quantization
         return self._count(Linear(weight, bias, dtype=dtype, threads=self.threads, arena=self._arena))
 
     def warn_of_unused(self) -> None:
@@ -150,21 +164,28 @@ class Reader:
         )
 
     def _of_blocks(self, kind: str, rows: npt.NDArray[np.uint8], bias: FloatArray | None) -> Linear:
-        dtype = "int8" if kind == "Q8_0" else "int4"
-        return self._count(Linear(rows, bias, dtype=dtype, blocks=kind, threads=self.threads, arena=self._arena))
+        args: dict[str, Any] = {"dtype": _HELD[kind], "blocks": kind, "threads": self.threads, "arena": self._arena}
+        return self._count(Linear(rows, bias, **args))
 
-    def _blocks(self, tensors: Sequence[TensorSpec]) -> tuple[str, npt.NDArray[np.uint8]] | None:
-        """The matrices' blocks below each other, if all have the same kind of the wanted bits."""
-        if self._quantization is None:
-            return None
-        parts = [tensor.read_blocks(self._weights) for tensor in tensors]
-        kinds = {part[0] for part in parts if part is not None}
-        wanted = ("Q8_0",) if self._quantization == "int8" else ("Q4_0", "Q4_1")
-        if None in parts or len(kinds) != 1 or not kinds <= set(wanted):
-            return None
-        rows = [part[1] for part in parts if part is not None]
-        return kinds.pop(), rows[0] if len(rows) == 1 else np.concatenate(rows)
+    def _dtype_of(self, blocks: Sequence[_Blocks | None]) -> str:
+        """What matrices are held in that are stored like this, in blocks or (None) not."""
+        if self._quantization != "auto":
+            return self._quantization or self._dtype
+        if None in blocks:
+            return self._dtype
+        kinds = {kind for kind, _ in filter(None, blocks)}
+        return "int4" if all(_HELD.get(kind) == "int4" for kind in kinds) else "int8"
 
     def _count(self, held: _T) -> _T:
         self.nbytes += held.nbytes
         return held
+
+
+def _joint(blocks: Sequence[_Blocks | None], dtype: str) -> _Blocks | None:
+    """The blocks below each other, if all are of one kind that this dtype takes as it is."""
+    parts = [part for part in blocks if part is not None]
+    kinds = {kind for kind, _ in parts}
+    if len(parts) < len(blocks) or len(kinds) != 1 or _HELD.get(parts[0][0]) != dtype:
+        return None
+    rows = [rows for _, rows in parts]
+    return kinds.pop(), rows[0] if len(rows) == 1 else np.concatenate(rows)

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use kvcore::Error;
+use kvcore::linear::Blocks;
 use numpy::{
     Element, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray, PyUntypedArrayMethods,
 };
@@ -122,11 +123,7 @@ pub enum Weights<'py> {
     /// bfloat16 of ml_dtypes, as bits.
     Bf16(PyReadonlyArrayDyn<'py, u16>),
     /// Blocks of GGUF.
-    Q4_0(PyReadonlyArrayDyn<'py, u8>),
-    /// Blocks of GGUF.
-    Q4_1(PyReadonlyArrayDyn<'py, u8>),
-    /// Blocks of GGUF.
-    Q8_0(PyReadonlyArrayDyn<'py, u8>),
+    Blocks(Blocks, PyReadonlyArrayDyn<'py, u8>),
 }
 
 /// A two-dimensional array of bytes, rows of blocks, and the shape of what they stand for.
@@ -135,23 +132,22 @@ pub fn block_weights<'py>(
     value: &Bound<'py, PyAny>,
     blocks: &str,
 ) -> PyResult<(Weights<'py>, usize, usize)> {
-    let (bytes, make): (usize, fn(PyReadonlyArrayDyn<'py, u8>) -> Weights<'py>) = match blocks {
-        "Q4_0" => (18, Weights::Q4_0),
-        "Q4_1" => (20, Weights::Q4_1),
-        "Q8_0" => (34, Weights::Q8_0),
-        other => return Err(invalid(format!("blocks: expected Q4_0, Q4_1 or Q8_0, got {other:?}"))),
-    };
+    let kind = Blocks::ALL.into_iter().find(|kind| kind.name() == blocks).ok_or_else(|| {
+        let names = Blocks::ALL.map(Blocks::name).join(", ");
+        invalid(format!("blocks: expected one of {names}, got {blocks:?}"))
+    })?;
     let array = as_array(name, value, "uint8")?;
     check_shape(name, array.shape(), &[None, None])?;
     if dtype_name(&array)? != "uint8" {
         return Err(PyTypeError::new_err(format!("{name}: expected uint8, got {}", dtype_name(&array)?)));
     }
     let (outputs, row) = (array.shape()[0], array.shape()[1]);
-    if !row.is_multiple_of(bytes) {
+    if !row.is_multiple_of(kind.bytes()) {
+        let bytes = kind.bytes();
         return Err(invalid(format!("{name}: expected rows of whole blocks of {bytes} bytes, got {row} bytes")));
     }
     let array = array.py().import("numpy")?.call_method1("ascontiguousarray", (array,))?;
-    Ok((make(contiguous(&array)?), outputs, row / bytes * 32))
+    Ok((Weights::Blocks(kind, contiguous(&array)?), outputs, row / kind.bytes() * kind.weights()))
 }
 
 /// A two-dimensional array of float32, float16 or bfloat16, and its shape.

@@ -114,9 +114,7 @@ impl PyLinear {
             Weights::F32(x) => WeightsIn::F32(x.as_slice()?),
             Weights::F16(x) => WeightsIn::F16(x.as_slice()?),
             Weights::Bf16(x) => WeightsIn::Bf16(x.as_slice()?),
-            Weights::Q4_0(x) => WeightsIn::Q4_0(x.as_slice()?),
-            Weights::Q4_1(x) => WeightsIn::Q4_1(x.as_slice()?),
-            Weights::Q8_0(x) => WeightsIn::Q8_0(x.as_slice()?),
+            Weights::Blocks(kind, x) => WeightsIn::Blocks(*kind, x.as_slice()?),
         };
         let runtime = PyThreads::or_default(threads)?;
         let own = Arena::new();

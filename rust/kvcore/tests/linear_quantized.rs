@@ -5,7 +5,7 @@ mod cases;
 use cases::cases;
 use half::f16;
 use kvcore::Error;
-use kvcore::linear::{Linear, WeightDtype, WeightsIn};
+use kvcore::linear::{Blocks, Linear, WeightDtype, WeightsIn};
 use kvcore::simd::Level;
 use kvcore::threads::{NEVER, Threads};
 use proptest::prelude::*;
@@ -55,36 +55,53 @@ fn rounded(x: &[f32]) -> Vec<f64> {
 }
 
 /// Blocks of GGUF with random codes, and what they stand for.
-fn blocks(kind: &str, seed: u64, count: usize) -> (Vec<u8>, Vec<f64>) {
+fn blocks(kind: Blocks, seed: u64, count: usize) -> (Vec<u8>, Vec<f64>) {
     let (mut bytes, mut values) = (Vec::new(), Vec::new());
     for b in 0..count {
-        let numbers = noise(seed + b as u64, 40);
+        let numbers = noise(seed + b as u64, 280);
         let (d, m) = (f16::from_f32(numbers[0] / 8.0), f16::from_f32(numbers[1]));
-        let codes: Vec<u8> = numbers[2..34].iter().map(|x| ((x + 1.0) * 127.99) as u8).collect();
+        let codes: Vec<u8> = numbers[2..].iter().map(|x| ((x + 1.0) * 127.99) as u8).collect();
+        let (wide, minimum) = (f64::from(d.to_f32()), f64::from(m.to_f32()));
+        let (nibble, halves) = (|i: usize| codes[i] & 15, |i: usize| codes[i] & 15 | (codes[i + 16] & 15) << 4);
         bytes.extend(d.to_le_bytes());
-        let (d, m64) = (f64::from(d.to_f32()), f64::from(m.to_f32()));
-        if kind == "Q8_0" {
-            bytes.extend(&codes);
-            values.extend(codes.iter().map(|&code| f64::from(code as i8) * d));
-            continue;
+        match kind {
+            Blocks::Q8_0 => {
+                bytes.extend(&codes[..32]);
+                values.extend(codes[..32].iter().map(|&code| f64::from(code as i8) * wide));
+            }
+            Blocks::Q4_0 => {
+                bytes.extend((0..16).map(halves));
+                values.extend((0..32).map(|i| (f64::from(nibble(i)) - 8.0) * wide));
+            }
+            Blocks::Q4_1 => {
+                bytes.extend(m.to_le_bytes());
+                bytes.extend((0..16).map(halves));
+                values.extend((0..32).map(|i| f64::from(nibble(i)) * wide + minimum));
+            }
+            Blocks::Q5_0 => {
+                let fifth = (0..32).fold(0u32, |bits, i| bits | u32::from(codes[i] >> 7) << i);
+                bytes.extend(fifth.to_le_bytes());
+                bytes.extend((0..16).map(halves));
+                let code = |i: usize| f64::from(nibble(i)) + if codes[i] >= 128 { 16.0 } else { 0.0 };
+                values.extend((0..32).map(|i| (code(i) - 16.0) * wide));
+            }
+            Blocks::Q4_K => {
+                let (s, t): (Vec<u8>, Vec<u8>) = (0..8).map(|g| (codes[256 + g] & 63, codes[264 + g] & 63)).unzip();
+                bytes.extend(m.to_le_bytes());
+                bytes.extend((0..4).map(|g| s[g] | s[g + 4] >> 4 << 6));
+                bytes.extend((0..4).map(|g| t[g] | t[g + 4] >> 4 << 6));
+                bytes.extend((4..8).map(|g| s[g] & 15 | (t[g] & 15) << 4));
+                for pair in codes[..256].chunks(64) {
+                    bytes.extend((0..32).map(|i| pair[i] & 15 | (pair[i + 32] & 15) << 4));
+                }
+                let held = |x: f64| f64::from(f16::from_f64(x).to_f32());
+                values.extend((0..256).map(|i| {
+                    f64::from(nibble(i)) * held(wide * f64::from(s[i / 32])) - held(minimum * f64::from(t[i / 32]))
+                }));
+            }
         }
-        if kind == "Q4_1" {
-            bytes.extend(m.to_le_bytes());
-        }
-        let nibble = |i: usize| codes[i] & 15;
-        bytes.extend((0..16).map(|i| nibble(i) | nibble(i + 16) << 4));
-        let value = |i| if kind == "Q4_1" { f64::from(nibble(i)) * d + m64 } else { (f64::from(nibble(i)) - 8.0) * d };
-        values.extend((0..32).map(value));
     }
     (bytes, values)
-}
-
-fn source<'a>(kind: &str, bytes: &'a [u8]) -> (WeightsIn<'a>, WeightDtype) {
-    match kind {
-        "Q4_0" => (WeightsIn::Q4_0(bytes), WeightDtype::Int4),
-        "Q4_1" => (WeightsIn::Q4_1(bytes), WeightDtype::Int4),
-        _ => (WeightsIn::Q8_0(bytes), WeightDtype::Int8),
-    }
 }
 
 proptest! {
@@ -92,12 +109,12 @@ proptest! {
 
     #[test]
     fn blocks_are_multiplied_as_they_are(
-        seed in 0u64..1000, rows in 1usize..20, groups in 1usize..5, outputs in 1usize..70, kind in 0usize..3, add: bool,
+        seed in 0u64..1000, rows in 1usize..20, groups in 1usize..5, outputs in 1usize..70, kind in 0usize..5, add: bool,
     ) {
-        let kind = ["Q4_0", "Q4_1", "Q8_0"][kind];
-        let inputs = 32 * groups;
+        let kind = Blocks::ALL[kind];
+        let inputs = kind.weights() * groups;
         let (bytes, weights) = blocks(kind, seed, outputs * groups);
-        let (source, dtype) = source(kind, &bytes);
+        let (source, dtype) = (WeightsIn::Blocks(kind, &bytes), kind.dtype());
         let bias = noise(seed + 1, outputs);
         let x = noise(seed + 2, rows * inputs);
         let threads = Threads::new(Some(1)).unwrap();
@@ -110,10 +127,10 @@ proptest! {
                     let products = weights[output * inputs..][..inputs].iter().zip(&x).map(|(w, x)| w * x);
                     let own = f64::from(bias[output]) + if add { 0.5 } else { 0.0 };
                     let sum = products.clone().sum::<f64>() + own;
-                    // Sums of codes and of the minimum, eight times as large as the weights, cancel in float32.
+                    // Sums of codes and of minima, many times as large as the weights, cancel in float32.
                     let size = products.map(f64::abs).sum::<f64>() * 20.0 + 2.0;
                     let got = f64::from(out[row * outputs + output]);
-                    prop_assert!((got - sum).abs() <= 5e-7 * size, "{} {kind}: {got} is not {sum}", level.name());
+                    prop_assert!((got - sum).abs() <= 5e-7 * size, "{} {kind:?}: {got} is not {sum}", level.name());
                 }
             }
         }
@@ -210,7 +227,8 @@ fn weights_that_are_no_numbers_or_too_large_are_not_hidden() {
     let mut block = [0u8; 18];
     for (scale, good) in [(8000.0, true), (9000.0, false), (f32::NAN, true)] {
         block[..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
-        let packed = Linear::pack(level, &threads, WeightsIn::Q4_0(&block), 1, 32, WeightDtype::Int4, None);
+        let packed =
+            Linear::pack(level, &threads, WeightsIn::Blocks(Blocks::Q4_0, &block), 1, 32, WeightDtype::Int4, None);
         assert_eq!(packed.is_ok(), good, "{scale}");
     }
 }
@@ -218,9 +236,9 @@ fn weights_that_are_no_numbers_or_too_large_are_not_hidden() {
 #[test]
 fn blocks_go_into_their_own_format_alone() {
     let threads = Threads::new(Some(1)).unwrap();
-    let (bytes, _) = blocks("Q4_1", 1, 4);
+    let (bytes, _) = blocks(Blocks::Q4_1, 1, 4);
     let pack = |dtype, outputs, inputs| {
-        Linear::pack(Level::best(), &threads, WeightsIn::Q4_1(&bytes), outputs, inputs, dtype, None)
+        Linear::pack(Level::best(), &threads, WeightsIn::Blocks(Blocks::Q4_1, &bytes), outputs, inputs, dtype, None)
     };
     assert!(pack(WeightDtype::Int4, 2, 64).is_ok());
     for (dtype, outputs, inputs) in [

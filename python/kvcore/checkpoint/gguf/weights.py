@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.checkpoint.config import Config
+from kvcore.checkpoint.dequantize import BLOCKS
 from kvcore.checkpoint.gguf.architecture import Architecture
 from kvcore.checkpoint.gguf.config import architecture_of, to_config
 from kvcore.checkpoint.gguf.file import GGUFFile
@@ -24,7 +25,6 @@ from kvcore.errors import CheckpointError
 _STORED: Final = re.compile(
     r"(?P<side>(?:enc|dec)\.)?(?:blk\.(?P<layer>0|[1-9][0-9]{0,4})\.)?(?P<base>[\w.]+)(?P<suffix>\.weight|\.bias)"
 )
-_AS_STORED: Final = ("Q4_0", "Q4_1", "Q8_0")
 _MAX_EXPERTS: Final = 1 << 12
 
 
@@ -121,10 +121,10 @@ class GGUFWeights:
         return array
 
     def blocks(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
-        """A tensor's blocks ``[rows, bytes of a row]``, if they are Q4_0, Q4_1 or Q8_0. Raises as ``get``."""
+        """A tensor's blocks ``[rows, bytes of a row]``, if it is quantised. Raises as ``get``."""
         source = self._source(name)
         kind = self.file.tensors[source.stored[0]].type
-        if kind not in _AS_STORED or not source.layout.moves_rows or len(self.shape(name)) != 2:
+        if kind not in BLOCKS or not source.layout.moves_rows or len(self.shape(name)) != 2:
             return None
         rows = self.file.raw(source.stored[0])
         self._used.add(name)

@@ -160,7 +160,7 @@ impl<S: Simd> Work<S> for ByteProducts {
 
     #[inline(always)]
     fn run(self, s: S) -> f32 {
-        let mut sums = [s.zero_i32(); 12];
+        let mut sums = [s.splat_i32(0); 12];
         let n = Products::sums::<S>();
         let (w, a) = (s.load_bytes(&black_box([3; 4 * LANES])), black_box([1, -1, 2, -2]));
         for _ in 0..self.rounds {

@@ -12,6 +12,7 @@
 //! while all row tiles pass over it, which is what prefill asks for.
 #![deny(unsafe_code)]
 
+mod blocks;
 #[allow(unsafe_code, reason = "memory for many layers in one mapping")]
 mod buffer;
 mod fused;
@@ -29,6 +30,7 @@ use pack::GROUP_OUTPUTS;
 use product::Weights;
 use quantized::{GROUP_INPUTS, Int4, Int8};
 
+pub use blocks::Blocks;
 pub use buffer::Arena;
 pub use fused::{activated_linear_add, norm_linear};
 pub use heads::per_head;
@@ -81,12 +83,8 @@ pub enum WeightsIn<'a> {
     F16(&'a [u16]),
     /// bfloat16.
     Bf16(&'a [u16]),
-    /// GGUF's blocks of 32: a scale, 4 bits each. For [`WeightDtype::Int4`] alone, which holds them exactly.
-    Q4_0(&'a [u8]),
-    /// A scale, a minimum, 4 bits each. As [`Self::Q4_0`].
-    Q4_1(&'a [u8]),
-    /// A scale, 8 bits each. For [`WeightDtype::Int8`] alone.
-    Q8_0(&'a [u8]),
+    /// GGUF's blocks of this kind, for [`Blocks::dtype`] alone.
+    Blocks(Blocks, &'a [u8]),
 }
 
 impl WeightsIn<'_> {
@@ -95,18 +93,7 @@ impl WeightsIn<'_> {
         match self {
             Self::F32(x) => x.len(),
             Self::F16(x) | Self::Bf16(x) => x.len(),
-            Self::Q4_0(x) => x.len() / 18 * GROUP_INPUTS,
-            Self::Q4_1(x) => x.len() / 20 * GROUP_INPUTS,
-            Self::Q8_0(x) => x.len() / 34 * GROUP_INPUTS,
-        }
-    }
-
-    /// What blocks must be packed into.
-    fn blocks_of(&self) -> Option<WeightDtype> {
-        match self {
-            Self::F32(_) | Self::F16(_) | Self::Bf16(_) => None,
-            Self::Q4_0(_) | Self::Q4_1(_) => Some(WeightDtype::Int4),
-            Self::Q8_0(_) => Some(WeightDtype::Int8),
+            Self::Blocks(kind, x) => x.len() / kind.bytes() * kind.weights(),
         }
     }
 
@@ -117,7 +104,7 @@ impl WeightsIn<'_> {
             Self::F32(x) => out.copy_from_slice(&x[at..][..out.len()]),
             Self::F16(x) => out.iter_mut().zip(&x[at..]).for_each(|(out, x)| *out = half::f16::from_bits(*x).to_f32()),
             Self::Bf16(x) => out.iter_mut().zip(&x[at..]).for_each(|(out, x)| *out = wide(x)),
-            Self::Q4_0(_) | Self::Q4_1(_) | Self::Q8_0(_) => out.fill(f32::NAN),
+            Self::Blocks(..) => out.fill(f32::NAN),
         }
     }
 }
@@ -166,12 +153,15 @@ impl Arena {
         if let Some(bias) = bias {
             expect_len("bias", &format!("shape [{outputs}]"), outputs, bias.len())?;
         }
-        if let Some(only) = weights.blocks_of()
-            && (dtype != only || !inputs.is_multiple_of(GROUP_INPUTS))
+        if let WeightsIn::Blocks(kind, _) = weights
+            && (dtype != kind.dtype() || !inputs.is_multiple_of(kind.weights()))
         {
-            let text = format!("{} for these blocks, in rows of a multiple of {GROUP_INPUTS} inputs", only.name());
-            let got = format!("{} and {inputs} inputs", dtype.name());
-            return Err(Error::InvalidArgument(format!("dtype: expected {text}, got {got}")));
+            let (blocks, only) = (kind.name(), kind.dtype().name());
+            return Err(Error::InvalidArgument(format!(
+                "dtype: expected {only} for blocks of {blocks}, in rows of a multiple of {} inputs, got {} and {inputs} inputs",
+                kind.weights(),
+                dtype.name()
+            )));
         }
         let groups = outputs.div_ceil(GROUP_OUTPUTS);
         let (step_inputs, step_bytes) = dtype.step();

@@ -96,7 +96,7 @@ fn widen<S: Simd>(s: S, source: WeightsIn<'_>, at: usize, len: usize) -> S::F32 
         WeightsIn::F16(x) => s.load_f16(&lanes(&x[at..][..len])),
         WeightsIn::Bf16(x) => s.load(&lanes(&x[at..][..len]).map(|bits| f32::from_bits(u32::from(bits) << 16))),
         // Refused before.
-        WeightsIn::Q4_0(_) | WeightsIn::Q4_1(_) | WeightsIn::Q8_0(_) => s.splat(f32::NAN),
+        WeightsIn::Blocks(..) => s.splat(f32::NAN),
     }
 }
 

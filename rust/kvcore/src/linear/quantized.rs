@@ -6,7 +6,7 @@
 //! product : for each 32 inputs  (scale * sum of code * a + minimum * sum of a) * s, added in order
 //! ```
 //! The sums of 32 products are whole numbers, exact on every level; what is added to each other is float32, group after group
-//! in order. The codes of GGUF's Q4_0, Q4_1 and Q8_0 are taken as they are. One scale for 32 inputs of a row, as
+//! in order. Codes of GGUF's blocks are taken as they are (blocks.rs). One scale for 32 inputs of a row, as
 //! llama.cpp has, keeps a single large value from flattening all others.
 #![forbid(unsafe_code)]
 
@@ -41,17 +41,15 @@ pub(super) struct Int8;
 
 /// One group of one output, on its way into a panel.
 pub(super) struct Codes {
-    codes: [u8; GROUP_INPUTS],
-    scale: f16,
-    minimum: f16,
+    pub(super) codes: [u8; GROUP_INPUTS],
+    pub(super) scale: f16,
+    pub(super) minimum: f16,
 }
 
 /// A quantised format.
 pub(super) trait Quantized: Weights {
     /// 32 weights as they come.
     fn of_values(x: &[f32; GROUP_INPUTS]) -> Codes;
-    /// The group `at` of blocks that have this format.
-    fn of_blocks(source: WeightsIn<'_>, at: usize) -> Option<Codes>;
     /// Put an output's codes into its lane.
     fn put(codes: &Codes, lane: usize, raw: &mut Self::Raw);
 }
@@ -223,24 +221,6 @@ impl Quantized for Int4 {
         Codes { codes, scale, minimum }
     }
 
-    fn of_blocks(source: WeightsIn<'_>, at: usize) -> Option<Codes> {
-        let nibbles =
-            |packed: &[u8]| std::array::from_fn(|i| if i < 16 { packed[i] & 15 } else { packed[i - 16] >> 4 });
-        match source {
-            WeightsIn::Q4_0(blocks) => {
-                let block = &blocks[at * 18..][..18];
-                let scale = half(&block[..2]);
-                let minimum = f16::from_f32(-8.0 * scale.to_f32());
-                Some(Codes { codes: nibbles(&block[2..]), scale, minimum })
-            }
-            WeightsIn::Q4_1(blocks) => {
-                let block = &blocks[at * 20..][..20];
-                Some(Codes { codes: nibbles(&block[4..]), scale: half(&block[..2]), minimum: half(&block[2..4]) })
-            }
-            _ => None,
-        }
-    }
-
     fn put(codes: &Codes, lane: usize, raw: &mut Self::Raw) {
         for (i, &code) in codes.codes.iter().enumerate() {
             let (input, shift) = (i % 16, 4 * (i / 16));
@@ -263,24 +243,12 @@ impl Quantized for Int8 {
         Codes { codes, scale, minimum: f16::ZERO }
     }
 
-    fn of_blocks(source: WeightsIn<'_>, at: usize) -> Option<Codes> {
-        let WeightsIn::Q8_0(blocks) = source else { return None };
-        let block = &blocks[at * 34..][..34];
-        let codes = std::array::from_fn(|i| block[2 + i] ^ 0x80);
-        Some(Codes { codes, scale: half(&block[..2]), minimum: f16::ZERO })
-    }
-
     fn put(codes: &Codes, lane: usize, raw: &mut Self::Raw) {
         for (i, &code) in codes.codes.iter().enumerate() {
             raw[(i / 4 * LANES + lane) * 4 + i % 4] = code;
         }
         put_half(&mut raw[INT8_CODES..], lane, codes.scale);
     }
-}
-
-/// GGUF is little-endian.
-fn half(bytes: &[u8]) -> f16 {
-    f16::from_le_bytes([bytes[0], bytes[1]])
 }
 
 fn put_half(halves: &mut [u8], lane: usize, x: f16) {
@@ -301,13 +269,14 @@ pub(super) fn pack<F: Quantized>(
         for lane in 0..GROUP_OUTPUTS.min(outputs - g * GROUP_OUTPUTS) {
             let output = g * GROUP_OUTPUTS + lane;
             for (step, raw) in group.iter_mut().enumerate() {
-                let codes = F::of_blocks(source, output * steps + step).unwrap_or_else(|| {
+                let codes = if let WeightsIn::Blocks(kind, blocks) = source {
+                    kind.group(blocks, output * steps + step)
+                } else {
                     let mut values = [0.0; GROUP_INPUTS];
                     let from = step * GROUP_INPUTS;
-                    let values_in = &mut values[..GROUP_INPUTS.min(inputs - from)];
-                    source.read(output * inputs + from, values_in);
+                    source.read(output * inputs + from, &mut values[..GROUP_INPUTS.min(inputs - from)]);
                     F::of_values(&values)
-                });
+                };
                 if codes.scale.is_infinite() || codes.minimum.is_infinite() {
                     too_large.store(true, Ordering::Relaxed);
                 }
