@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from kvcore.checkpoint.config import load_config
 from kvcore.models.encoder_decoder import EncoderDecoder
 from kvcore.models.families import spec_from_config
 from models import EXACT, REFERENCE, assert_same_bits, copy_reference, expected, meta, recorded
+from test_llm import interrupt_at
 
 FOLDERS = ["bart", "marian", "t5", "t5_gated", "whisper"]
 CASES = [*((name, "config.json") for name in FOLDERS), ("t5_gated", "config.v4.json")]
@@ -179,6 +183,83 @@ def test_answers_share_what_the_encoder_gives(tmp_path: Path) -> None:
         (again,) = llm.generate(prompt(want), params)
         assert [a.token_ids for a in again.outputs] == [a.token_ids for a in output.outputs]
         assert_nothing_held(llm)
+
+
+def encodings(llm: LLM) -> list[Any]:
+    """Takes down what the encoder is given from now on."""
+    seen: list[Any] = []
+    decoder, encode = decoder_of(llm), decoder_of(llm).encode
+    decoder.encode = lambda seq, source: (seen.append(source), encode(seq, source))[1]  # type: ignore
+    return seen
+
+
+def test_requests_with_the_same_input_encode_it_once(tmp_path: Path) -> None:
+    """While one of them runs. A tenant's salt keeps them apart."""
+    want = expected("bart")
+    with load("bart", tmp_path) as llm, recorded(llm) as logits:
+        (alone,) = llm.generate(prompt(want), GREEDY)
+        seen = encodings(llm)
+        outputs = llm.generate([prompt(want), prompt(want, "_16"), prompt(want), source(want)], GREEDY)
+        assert len(seen) == 2
+        for output in (outputs[0], *outputs[2:]):
+            assert_same_bits(logits(output), logits(alone), output.request_id)
+        seen.clear()
+        llm.generate([{**prompt(want), "cache_salt": salt} for salt in "aab"], GREEDY)
+        assert len(seen) == 2
+        seen.clear()
+        llm.generate([prompt(want)] * 2, SamplingParams(max_tokens=3, ignore_eos=True), use_cache=False)
+        assert len(seen) == 6  # each of three tokens is computed from nothing
+        assert_nothing_held(llm)
+
+
+def test_an_encoder_that_fails_ends_its_request_alone(tmp_path: Path) -> None:
+    want = expected("t5")
+    with load("t5", tmp_path) as llm:
+        decoder, encode = decoder_of(llm), decoder_of(llm).encode
+
+        def failing(seq: Any, given: Any) -> None:
+            if len(given.token_ids) == 16:
+                raise RuntimeError("broken")
+            encode(seq, given)
+
+        decoder.encode = failing  # type: ignore[method-assign]
+        stream = llm.stream(prompt(want), GREEDY)
+        next(stream)
+        with pytest.raises(RuntimeError, match="broken"):
+            llm.generate(prompt(want, "_16"), GREEDY)
+        rest = [token for item in stream for token in item.token_ids]
+        assert rest == want["greedy_ids"].tolist()[-len(rest) :]
+        assert_nothing_held(llm)
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="needs the trace function for itself")
+def test_ctrl_c_at_any_byte_code_of_encoding(tmp_path: Path) -> None:
+    """On the way into the cache, with beams that come back after a preemption."""
+    want = expected("t5")
+    params = BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True)
+    with load("t5", tmp_path, num_kv_blocks=5, num_threads=1, enable_prefix_caching=False) as llm:
+
+        def work() -> list[list[int]]:
+            outputs = llm.beam_search([prompt(want), prompt(want, "_16"), prompt(want)], params, progress=False)
+            return [output.sequences[0].tokens for output in outputs]
+
+        def run(count: int) -> int:
+            trace, seen = interrupt_at(count)
+            sys.settrace(trace)
+            try:
+                work()
+            finally:
+                sys.settrace(None)
+            return seen[0]
+
+        answers, total = work(), run(sys.maxsize)
+        assert llm.stats()["num_preemptions"] > 0
+        for point in sorted(random.Random(0).sample(range(total), 60)):
+            with contextlib.suppress(KeyboardInterrupt):
+                run(point)
+            assert not llm._engine.has_unfinished  # type: ignore[union-attr]
+            assert_nothing_held(llm)
+        assert work() == answers
 
 
 @pytest.mark.parametrize("name", FOLDERS)

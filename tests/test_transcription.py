@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvcore.cli as cli
 from kvcore import InvalidArgument, transcribe
 from kvcore.checkpoint.config import GenerationConfig
 from kvcore.transcription import split
@@ -39,6 +41,12 @@ class Speaker:
         self.asked.append(prompt["decoder_token_ids"])
         self.params.append(params)
         return [SimpleNamespace(token_ids=self.answers.pop(0))]
+
+    def __enter__(self) -> Speaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def token_to_id(self, text: str) -> int | None:
         return next((token for token, name in NAMES.items() if f"<|{name}|>" == text), None)
@@ -150,3 +158,50 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for folder, message in (("whisper", "without one"), ("t5", "takes no sound"), ("llama_gqa", "takes no sound")):
         with LLM(REFERENCE / folder, **EXACT) as llm, pytest.raises(InvalidArgument, match=message):
             transcribe(llm, sound(1))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+SPEECH = str(Path(__file__).parent / "data" / "audio" / "espeak_16k.wav")
+
+
+def command(
+    llm: Speaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(cli, "_open", lambda model, **options: llm)
+    code = cli.main(["transcribe", *argv])
+    return code, *capsys.readouterr()
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(Speaker([EN], [1, 2, END]), monkeypatch, capsys, SPEECH) == (0, "1 2\n", "")
+    llm = Speaker([at(0), 1, at(1), at(1), 2, at(7), END])
+    code, out, err = command(llm, monkeypatch, capsys, SPEECH, "--timestamps", "--language", "en")
+    assert (code, err) == (0, "")
+    assert out == "[00:00.00 --> 00:01.00] 1\n[00:01.00 --> 00:07.00] 2\n"
+    code, out, _ = command(Speaker([1, END]), monkeypatch, capsys, SPEECH, "--json", "--language", "de")
+    told = json.loads(out)
+    assert (code, told["text"], told["language"], told["model"]) == (0, "1", "de", "speaker")
+    assert told["segments"] == [{"start": 0.0, "end": 7.36, "text": " 1"}]
+
+
+def test_the_command_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "text.wav").write_text("no sound")
+    for argv, message in (
+        ([str(tmp_path / "none.wav")], "expected a WAV file, got No such file"),
+        ([str(tmp_path / "text.wav")], "expected a WAV file of integer samples"),
+        ([SPEECH, "--language", "xx"], "language: expected one of en, de"),
+        ([SPEECH, "--task", "sing"], "task: expected one of"),
+    ):
+        code, out, err = command(Speaker(), monkeypatch, capsys, *argv)
+        assert (code, out) == (1, "")
+        assert err.startswith("kvcore: ")
+        assert err.count("\n") == 1
+        assert message in err
+    assert command(Speaker(), monkeypatch, capsys)[0] == 2
+
+
+def test_clock() -> None:
+    assert [cli._clock(seconds) for seconds in (0, 61.5, 3600)] == ["00:00.00", "01:01.50", "1:00:00.00"]

@@ -215,7 +215,8 @@ class Scheduler:
         left = self.room()
         for member in seq.unit:
             left = _minus(left, self._to_come(member))
-        left = _minus(left, self.space.to_come(0, 0, 0, seq.unit[0].encoder))
+        if self._encoded_alike(seq) is None:
+            left = _minus(left, self.space.to_come(0, 0, 0, seq.encoder))
         if not self.space.has_room(left, self._headroom if self.running else 0):
             for member in seq.unit:
                 self._close(member)
@@ -295,12 +296,21 @@ class Scheduler:
             self._cache.mark(seq.handles[0], num_tokens, ttl=ttl)
 
     def _encode(self, unit: list[Sequence]) -> None:
-        """Run the encoder for sequences that have just been opened; they share what it gives."""
-        first, *others = unit
-        if first.encoder is not None:
-            self._model.encode(first.handles[0], first.encoder)
-            for other in others:
-                self._cache.share_cross(other.handles[0], first.handles[0])
+        """Run the encoder for sequences that have just been opened, unless others have what it gives; all share it."""
+        source = self._encoded_alike(unit[0])
+        for seq in unit if unit[0].encoder is not None else ():
+            if source is None:
+                self._model.encode(seq.handles[0], seq.encoder)
+                source = seq
+            else:
+                self._cache.share_cross(seq.handles[0], source.handles[0])
+
+    def _encoded_alike(self, seq: Sequence) -> Sequence | None:
+        """A running sequence with the same encoder input. (Who does without the cache does without this, too.)"""
+        if seq.encoder is None or not seq.use_cache:
+            return None
+        alike = (other for other in self.running if other.encoder is not None and other.handles and other.use_cache)
+        return next((other for other in alike if self._key(other) == self._key(seq)), None)
 
     def _close(self, seq: Sequence) -> None:
         seq.num_stored = 0

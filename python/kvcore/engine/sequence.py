@@ -48,7 +48,7 @@ class Sequence:
         seats: how many of ``max_num_seqs`` it counts for: also those of its siblings until they begin.
         search: the beam search that it is a beam of.
         adapter: the adapter that it asks for.
-        encoder: what the encoder is given, where there is one. All of a unit share what it gives.
+        encoder: what the encoder is given, where there is one. All that are given the same share what it gives.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         context_len: the length that its stored keys follow, see ``Model.context_len``.
