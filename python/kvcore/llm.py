@@ -76,12 +76,12 @@ class LLM:
                 a hub id ("org/name"). A folder without a tokenizer serves token ids; only text raises then.
             dtype: what weights are held in: auto (as they were saved; bfloat16 for quantised files), float32 (f32),
                 bfloat16 (bf16) or float16 (f16).
-            quantization: auto: as the file has it. A GGUF file's matrices of 4 bits stay in 4 bits, those of 5 to 8 bits
-                are held in 8 (Q4_0, Q4_1, Q5_0 and Q8_0 exactly, other kinds rounded once), and what they are multiplied
-                with is rounded to 8 bits; beside dtype="float32", which asks for its arithmetic, they are expanded.
-                none: expanded to ``dtype``. int8 or int4: layers' matrices in 8 or 4 bits with scales for each 32
-                inputs, whatever the file has, and the output matrix in 8: half or a third of bfloat16's memory (the
-                embedding's rows stay), and as much faster to decode with.
+            quantization: auto: as the file has it. A GGUF file's matrices of 4 bits stay in 4 bits, those of 5 to 8
+                are held in 8 (Q4_0, Q4_1, Q5_0 and Q8_0 exactly, other kinds rounded once), and what is multiplied
+                with them is rounded to 8 bits; beside dtype="float32", which asks for its arithmetic, they are
+                expanded. none: expanded to ``dtype``. int8 or int4: layers' matrices in 8 or 4 bits with scales for
+                each 32 inputs, whatever the file has, and the output matrix in 8: half or a third of bfloat16's memory
+                (the embedding's rows stay), and as much faster to decode with.
             mla: models with latent attention (DeepSeek) keep one compressed row for each token (absorbed), or the keys
                 and values of all heads (expanded): the same but for rounding, in many times the memory.
             kv_cache_dtype: what keys and values are stored in: auto (float32 beside float32 weights, else bfloat16),
