@@ -79,10 +79,21 @@ def test_a_short_one_in_a_given_language() -> None:
 
 
 def test_the_model_says_which_language() -> None:
-    llm = Speaker([DE], [1, END])
-    assert transcribe(llm, sound(1)).language == "de"
-    assert llm.asked == [[START], [START, DE, TRANSCRIBE, NONE]]
-    assert llm.params[0].allowed_token_ids == (EN, DE)
+    """In the request that says the words, so that the sound is encoded once."""
+    llm = Speaker([DE, TRANSCRIBE, NONE, 1, END])
+    result = transcribe(llm, sound(1))
+    assert (result.language, result.text) == ("de", "1")
+    assert llm.asked == [[START]]
+    (process,) = llm.params[0].logits_processors
+
+    def allowed(*said: int) -> list[int]:
+        return np.flatnonzero(np.isfinite(process(list(said), np.zeros(VOCAB, np.float32)))).tolist()
+
+    assert [allowed(), allowed(DE), allowed(DE, TRANSCRIBE)] == [[EN, DE], [TRANSCRIBE], [NONE]]
+    assert allowed(DE, TRANSCRIBE, NONE) == list(range(END + 1))
+    llm = Speaker([DE, TRANSLATE, at(0), 1, at(29), at(29), END], [at(0), 2, at(1), END])
+    assert transcribe(llm, sound(31), task="translate").text == "1 2"
+    assert llm.asked == [[START], [START, DE, TRANSLATE]]
 
 
 def test_timestamps_part_a_short_one() -> None:
@@ -174,7 +185,7 @@ def command(
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Speaker([EN], [1, 2, END]), monkeypatch, capsys, SPEECH) == (0, "1 2\n", "")
+    assert command(Speaker([EN, TRANSCRIBE, NONE, 1, 2, END]), monkeypatch, capsys, SPEECH) == (0, "1 2\n", "")
     llm = Speaker([at(0), 1, at(1), at(1), 2, at(7), END])
     code, out, err = command(llm, monkeypatch, capsys, SPEECH, "--timestamps", "--language", "en")
     assert (code, err) == (0, "")

@@ -113,32 +113,35 @@ def transcribe(
     if language is not None and language not in words.languages:
         known = ", ".join(words.languages) or "none, as the model has one language"
         raise InvalidArgument(f"language: expected one of {known}, got {language!r}")
-    features = partial(log_mel, mel_bins=words.mel_bins, frames=_FRAMES)
-    if language is None and words.languages:
-        language = words.detect_language(features(samples))
-    prompt = words.prompt(language, task)
+
+    def say(sound: Any, timestamps: bool) -> list[int]:
+        nonlocal language
+        features = log_mel(sound, words.mel_bins, _FRAMES)
+        ids, language = words.answer(features, language, task, timestamps=timestamps)
+        return ids
+
     segments: list[Segment] = []
-    whole = len(samples) <= _FRAMES * HOP and not timestamps
-    for segment in (
-        _whole(words, features(samples), prompt, len(samples)) if whole else _parts(words, samples, features, prompt)
-    ):
+    short = len(samples) <= _FRAMES * HOP and not timestamps
+    for segment in _whole(words, samples, say) if short else _parts(words, samples, say):
         segments.append(segment)
         if callback is not None:
             callback(segment)
     return Transcription(language, segments, len(samples) / SAMPLE_RATE)
 
 
-def _whole(words: Words, features: FloatArray, prompt: list[int], num_samples: int) -> Iterator[Segment]:
-    ids = words.answer(features, [*prompt, words.no_timestamps], timestamps=False)
-    yield words.segment(ids, 0.0, num_samples / SAMPLE_RATE)
+Say = Callable[[Any, bool], list[int]]
+"""From samples, and whether there shall be timestamps, to what the model says."""
 
 
-def _parts(words: Words, samples: Any, features: Callable[[Any], FloatArray], prompt: list[int]) -> Iterator[Segment]:
+def _whole(words: Words, samples: Any, say: Say) -> Iterator[Segment]:
+    yield words.segment(say(samples, False), 0.0, len(samples) / SAMPLE_RATE)
+
+
+def _parts(words: Words, samples: Any, say: Say) -> Iterator[Segment]:
     seek, frames = 0, -(-len(samples) // HOP)
     while seek == 0 or frames - seek >= _LEAST:
-        window = min(_FRAMES, frames - seek)
-        ids = words.answer(features(samples[seek * HOP :][: _FRAMES * HOP]), prompt, timestamps=True)
-        pieces, passed = split(ids, words.first_timestamp, window)
+        ids = say(samples[seek * HOP :][: _FRAMES * HOP], True)
+        pieces, passed = split(ids, words.first_timestamp, min(_FRAMES, frames - seek))
         at = seek * HOP / SAMPLE_RATE
         for start, end, piece in pieces:
             segment = words.segment(piece, at + start * _SECONDS, at + end * _SECONDS)
@@ -218,33 +221,44 @@ class Words:
             raise InvalidArgument(f"transcribe: expected a tokenizer with {text}, got {self._llm.name}'s without it")
         return token
 
-    def prompt(self, language: str | None, task: str) -> list[int]:
-        """The decoder's first tokens."""
-        if language is None:
-            return [self.start]
-        return [self.start, self.languages[language], self._token(f"<|{task}|>")]
+    def answer(
+        self, features: FloatArray, language: str | None, task: str, *, timestamps: bool
+    ) -> tuple[list[int], str | None]:
+        """What the model says of a window, without the end of text, and in which language the speech is.
 
-    def detect_language(self, features: FloatArray) -> str:
-        """The language that the model finds the most probable."""
-        params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(self.languages.values()))
-        (output,) = self._llm.generate({"input_features": features, "decoder_token_ids": [self.start]}, params)
-        return next(name for name, token in self.languages.items() if token == output.token_ids[0])
-
-    def answer(self, features: FloatArray, prompt: list[int], *, timestamps: bool) -> list[int]:
-        """What the model says of a window, without the end of text."""
+        Where nobody knows that the model says it first, in the same request.
+        """
+        prompt, opening = [self.start], list[list[int]]()
+        if self.languages:
+            known = list(self.languages.values()) if language is None else [self.languages[language]]
+            opening = [known, [self._token(f"<|{task}|>")]]
+        if not timestamps:
+            opening.append([self.no_timestamps])
+        while opening and len(opening[0]) == 1:
+            prompt += opening.pop(0)
+        adjust = partial(self._adjust, timestamps, opening)
         limit = (self._llm.max_model_len or 448) // 2
-        adjust = partial(self._adjust, timestamps)
         params = SamplingParams(temperature=0, max_tokens=limit, logits_processors=[adjust])
         (output,) = self._llm.generate({"input_features": features, "decoder_token_ids": prompt}, params)
-        return [token for token in output.token_ids if token != self._end]
+        said = output.token_ids
+        if opening:
+            language = next(name for name, token in self.languages.items() if token == said[0])
+        return [token for token in said[len(opening) :] if token != self._end], language
 
     def segment(self, ids: list[int], start: float, end: float) -> Segment:
         """A segment of these tokens."""
         said = [token for token in ids if token < self._end]
         return Segment(round(start, 2), round(end, 2), self._tokenizer.decode(said), said)
 
-    def _adjust(self, timestamps: bool, said: list[int], row: FloatArray) -> FloatArray:
-        """Forbid what may not come next. ``said`` is the answer so far."""
+    def _adjust(self, timestamps: bool, opening: list[list[int]], said: list[int], row: FloatArray) -> FloatArray:
+        """Forbid what may not come next. ``said`` is the answer so far, at first one of each of ``opening``."""
+        if len(said) < len(opening):
+            allowed = opening[len(said)]
+            kept = row[allowed]
+            row[:] = -np.inf
+            row[allowed] = kept
+            return row
+        said = said[len(opening) :]
         row[self._never] = -np.inf
         if not said:
             row[self._not_first] = -np.inf
