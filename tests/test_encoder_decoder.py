@@ -212,6 +212,32 @@ def test_requests_with_the_same_input_encode_it_once(tmp_path: Path) -> None:
         assert_nothing_held(llm)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["t5", "marian"])
+def test_any_mixture_of_requests(name: str, seed: int, tmp_path: Path) -> None:
+    """Inputs of any length, some of them equal, in little space: each request has the bits that it has alone."""
+    random_ = np.random.default_rng(seed)
+    inputs = [random_.integers(3, 300, int(random_.integers(1, 60))).tolist() for _ in range(4)]
+    prompts = [
+        {
+            "encoder_token_ids": inputs[int(random_.integers(4))],
+            "decoder_token_ids": random_.integers(3, 300, int(random_.integers(1, 30))).tolist()[: 3 + 9 * i],
+        }
+        for i in range(10)
+    ]
+    params = [SamplingParams(temperature=0, max_tokens=int(random_.integers(1, 40)), ignore_eos=True) for _ in prompts]
+    with load(name, tmp_path) as llm, recorded(llm) as logits:
+        alone = [logits(llm.generate(p, q, use_cache=False)[0]) for p, q in zip(prompts, params, strict=True)]
+    options: dict[str, Any] = {"num_kv_blocks": 8 + 2 * seed, "max_num_batched_tokens": 7 + 20 * seed}
+    with load(name, tmp_path, **options) as llm, recorded(llm) as logits:
+        for _ in range(2):
+            for output, rows in zip(llm.generate(prompts, params), alone, strict=True):
+                assert_same_bits(logits(output), rows, (output.request_id, output.num_cached_tokens))
+        assert seed or llm.stats()["num_preemptions"] > 0
+        assert seed < 3 or llm.stats()["num_cached_tokens"] > 0
+        assert_nothing_held(llm)
+
+
 def test_an_encoder_that_fails_ends_its_request_alone(tmp_path: Path) -> None:
     want = expected("t5")
     with load("t5", tmp_path) as llm:
