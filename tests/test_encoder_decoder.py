@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import sys
@@ -11,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore import LLM, BeamSearchParams, SamplingParams
+from kvcore import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from kvcore.checkpoint.config import load_config
 from kvcore.models.encoder_decoder import EncoderDecoder
 from kvcore.models.families import spec_from_config
-from models import EXACT, REFERENCE, assert_same_bits, copy_reference, expected, meta, recorded
+from models import EXACT, REFERENCE, add_tokenizer, assert_same_bits, copy_reference, expected, meta, recorded
 from test_llm import interrupt_at
 
 FOLDERS = ["bart", "marian", "t5", "t5_gated", "whisper"]
@@ -112,6 +113,26 @@ def test_the_start_token_is_the_default(tmp_path: Path) -> None:
         assert output.prompt_token_ids == [0] == want["greedy_prompt_ids"].tolist()
         assert output.token_ids == want["greedy_ids"].tolist()
         assert [item.token_ids[0] for item in llm.stream(source(want), GREEDY)] == output.token_ids
+
+
+def test_texts_go_into_the_encoder(tmp_path: Path) -> None:
+    folder = add_tokenizer(copy_reference("t5", tmp_path / "model"))
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(folder, num_kv_blocks=20, **EXACT) as llm:
+        (want,) = llm.generate({"encoder_token_ids": [*b"translate"]}, params)
+        for text in ("translate", {"prompt": "translate"}, {"prompt": "translate", "decoder_token_ids": [0]}):
+            (output,) = llm.generate(text, params)
+            assert output.prompt == "translate"
+            assert (output.prompt_token_ids, output.token_ids) == ([0], want.token_ids)
+        with pytest.raises(ValueError, match="not empty"):
+            llm.generate("")
+        with pytest.raises(ValueError, match="expected a model with a chat template"):
+            llm.chat([{"role": "user", "content": "translate"}])
+
+        async def answer() -> list[int]:
+            return [item.token_ids[0] async for item in AsyncLLM(llm).generate("translate", params)]
+
+        assert asyncio.run(answer()) == want.token_ids
 
 
 def test_prefixes_are_shared_only_behind_the_same_input(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def load_parts(model: str | Path, options: Options) -> Parts:
         make_decoder(spec, checkpoint.weights, checkpoint.config, options, fingerprint(checkpoint.path)),
         checkpoint.generation,
         tokenizer,
-        make_chat_template(tokenizer),
+        make_chat_template(tokenizer) if spec.encoder is None else None,  # a text for the encoder is no conversation
         model_length(spec, options),
         str(checkpoint.name),
     )
