@@ -130,7 +130,7 @@ def test_texts_go_into_the_encoder(tmp_path: Path) -> None:
             llm.chat([{"role": "user", "content": "translate"}])
 
         async def answer() -> list[int]:
-            return [item.token_ids[0] async for item in AsyncLLM(llm).generate("translate", params)]
+            return [t async for item in AsyncLLM(llm).generate("translate", params) for t in item.token_ids]
 
         assert asyncio.run(answer()) == want.token_ids
 
