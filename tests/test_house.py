@@ -78,7 +78,8 @@ PYTHON = {
     "live": set(),
     "metrics": {"errors", "live"},
     "plan": {"errors", "checkpoint", "models"},
-    "cli": {"audio", "transcription", "errors", "engine", "outputs", "checkpoint", "llm", "live", "plan"},
+    "bench": {"errors", "_kvcore", "engine", "outputs", "models", "llm", "plan", "progress"},
+    "cli": {"audio", "transcription", "errors", "engine", "outputs", "checkpoint", "llm", "live", "plan", "bench"},
     "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "lora", "async_llm", "session", "transcription", "viz"},
     "__main__": {"cli"},
 }

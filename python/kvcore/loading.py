@@ -35,6 +35,8 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "
 
 SCALE_MODES = ("auto", "static", "per_token_head")
 _DEFAULT_KV_MEMORY = 4 << 30
+_MOST_DRAWN = 4_194_301
+"""Random values of a matrix before they repeat: a prime."""
 
 # What the native core takes. Checked here, so that errors speak of the option, and none is too large to be passed on.
 _MAX_BLOCKS = 2**31 - 1
@@ -340,7 +342,8 @@ def _cross_block_bytes(probe: KVCache) -> int:
 class RandomWeights:
     """Weights that are drawn when asked for: norms are 1, biases 0, matrices normal with deviation 1 / sqrt(inputs).
 
-    They depend on the seed and the tensor's name only.
+    They depend on the seed and the tensor's name only. Large matrices repeat their first values, or drawing those of
+    some thousand million parameters would take minutes; rows begin at different places, so that none is like another.
     """
 
     source = "random weights"
@@ -372,9 +375,9 @@ class RandomWeights:
             return (np.zeros if name.endswith("bias") else np.ones)(shape, np.float32)
         generator = np.random.default_rng([self._seed, *name.encode()])
         # an embedding's rows are looked up, so its inputs are its width as well
-        values: npt.NDArray[Any] = generator.standard_normal(shape, np.float32)
+        values = generator.standard_normal(min(math.prod(shape), _MOST_DRAWN), np.float32)
         values /= np.float32(math.sqrt(shape[-1]))
-        return values
+        return np.resize(values, shape)
 
     def blocks(self, name: str) -> None:
         """None: random values are no blocks."""

@@ -39,6 +39,11 @@ class CrossAttention:
         self._kv = read.linear(("cross_k_proj", "cross_v_proj"), layer)
         self._output = read.linear(("cross_o_proj",), layer)
 
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes that a step does not read: what makes K and V is needed once for a request."""
+        return self._kv.nbytes
+
     def store(self, seq: Sequence, encoded: FloatArray) -> None:
         """Keep K and V of the encoder's output [encoder rows, hidden_size] for a sequence of the cache."""
         _, heads, width = self._heads

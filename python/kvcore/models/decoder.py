@@ -53,6 +53,9 @@ class Decoder:
             matrix, whose errors nothing evens out, is rounded to 8 bits at least. "auto": each matrix as it is stored,
             in ``dtype``, in 4 bits, or (5 bits and more) in 8. None: ``dtype``.
 
+    Attributes:
+        weight_format: what most weights of matrices are held in, as ``Linear`` has it.
+
     Raises:
         CheckpointError: a tensor is missing or has another shape or type than the spec says.
     """
@@ -74,6 +77,7 @@ class Decoder:
         self._norm = read.optional_norm("norm")
         self._layers = [Layer(read, layer, cache) for layer in range(spec.num_layers)]
         self._nbytes = read.nbytes + self._read_more(weights, dtype, quantization)
+        self.weight_format = read.formats.most_common(1)[0][0]
         self._adapters = read.adapters
         read.warn_of_unused()
 
@@ -85,6 +89,15 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of all weights as they are held."""
         return self._nbytes
+
+    def step_nbytes(self, num_tokens: int) -> int:
+        """Bytes of weights that a step of so many tokens reads, one of each request.
+
+        Of tables those rows that are looked up; of experts those that are chosen, if all are as likely.
+        """
+        tables = self._embedding.tables
+        skipped: int = sum(max(0, len(table) - num_tokens) * table[0].nbytes for table in tables)
+        return self._nbytes - skipped - sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
 
     def adapter(self, lora: LoraWeights) -> Adapter:
         """Pack an adapter for this decoder.

@@ -31,6 +31,11 @@ class Embedding:
         self._positions = read_positions(read)
         self._norm = read.optional_norm("embedding_norm")
 
+    @property
+    def tables(self) -> list[npt.NDArray[Any]]:
+        """What rows are looked up in."""
+        return [self.table] if self._positions is None else [self.table, self._positions]
+
     def __call__(self, token_ids: IntArray, positions: IntArray) -> FloatArray:
         """[rows, hidden_size] for int64 [rows]."""
         x: FloatArray = self.table[token_ids].astype(np.float32)

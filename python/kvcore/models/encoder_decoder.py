@@ -44,6 +44,10 @@ class EncoderDecoder(Decoder):
         )
         return self.encoder.nbytes
 
+    def step_nbytes(self, num_tokens: int) -> int:
+        """As ``Decoder.step_nbytes``: a step reads nothing of the encoder."""
+        return super().step_nbytes(num_tokens) - self.encoder.nbytes
+
     @property
     def start_token_id(self) -> int:
         """The decoder's first token."""

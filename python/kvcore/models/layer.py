@@ -68,6 +68,11 @@ class Layer:
         self._parallel = spec.parallel
         self._adapters = read.adapters
 
+    def idle_nbytes(self, num_tokens: int) -> int:
+        """Bytes of what a step of so many tokens does not read."""
+        of_experts = self._mlp.idle_nbytes(num_tokens) if isinstance(self._mlp, Moe) else 0
+        return of_experts + (self.cross.idle_nbytes if self.cross is not None else 0)
+
     def finish(self, x: FloatArray, attended: FloatArray, step: Step) -> None:
         """Add attention's output, cross-attention and the MLP to x, in place. With cross-attention x has all rows."""
         if self.cross is not None:

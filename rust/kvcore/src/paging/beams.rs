@@ -25,11 +25,11 @@ impl BlockManager {
         let (tokens, tables) = sequence.copied()?;
         self.blocks.release_plan(sequence, self.config.block_size)?;
         self.blocks.share(sequence)?;
-        if let Some(cross) = &mut self.cross {
-            if let Err(error) = retain_all(cross, &sequence.cross) {
-                self.blocks.unshare(sequence, usize::MAX)?;
-                return Err(error);
-            }
+        if let Some(cross) = &mut self.cross
+            && let Err(error) = retain_all(cross, &sequence.cross)
+        {
+            self.blocks.unshare(sequence, usize::MAX)?;
+            return Err(error);
         }
         let child = sequence.child(tokens, tables);
         self.blocks.classes.hold(child.class);
