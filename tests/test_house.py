@@ -52,6 +52,8 @@ PYTHON = {
     "loading": {"errors", "memory", "_kvcore", "engine", "models", "checkpoint", "text"},
     "dispatch": {"errors", "engine", "reply", "text"},
     "progress": set(),
+    "audio": {"errors"},
+    "transcription": {"errors", "audio", "checkpoint", "engine", "llm"},
     "prompts": {"errors", "engine", "text"},
     "prompt_caching": {"errors", "engine"},
     "structured": {"errors", "engine", "text"},
@@ -77,8 +79,8 @@ PYTHON = {
     "metrics": {"errors", "live"},
     "plan": {"errors", "checkpoint", "models"},
     "bench": {"errors", "_kvcore", "engine", "outputs", "models", "llm", "plan", "progress"},
-    "cli": {"errors", "engine", "outputs", "checkpoint", "llm", "live", "plan", "bench"},
-    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "lora", "async_llm", "session", "viz"},
+    "cli": {"audio", "transcription", "errors", "engine", "outputs", "checkpoint", "llm", "live", "plan", "bench"},
+    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "lora", "async_llm", "session", "transcription", "viz"},
     "__main__": {"cli"},
 }
 """Whom each module of the Python package may import, also inside of functions."""

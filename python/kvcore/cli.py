@@ -1,4 +1,4 @@
-"""The command line: ``kvcore generate``, ``kvcore chat``, ``kvcore pull``, ``kvcore plan``, ``kvcore bench``.
+"""The command line: ``kvcore generate``, ``chat``, ``transcribe``, ``pull``, ``plan``, ``bench``.
 
 The answer goes to stdout, everything else to stderr. Exit codes: 0, 1 for an error of kvcore's (one line says which),
 2 for wrong usage (``plan`` and ``bench``: also for a value that they do not take), 130 after Ctrl-C. Heavy modules are
@@ -209,6 +209,41 @@ def chat(
                         full = isinstance(error, OutOfBlocks) or "max_model_len" in str(error)
                         advice = " (the context is full: /reset starts over)" if full else ""
                         print(f"kvcore: {error}{advice}", file=sys.stderr)
+
+
+@app.command()
+def transcribe(
+    file: Annotated[str, typer.Argument(help="A WAV file.")],
+    model: _Model = "whisper-base",
+    language: Annotated[
+        str | None, typer.Option(help="Of the speech, such as en; by default the model says.", show_default=False)
+    ] = None,
+    task: Annotated[str, typer.Option(help="transcribe, or translate (to English).")] = "transcribe",
+    timestamps: Annotated[bool, typer.Option("--timestamps", help="Show when each piece was said.")] = False,
+    quantization: _Quantization = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    num_threads: _Threads = None,
+) -> None:
+    """Write down the speech of a WAV file, piece by piece as it is known.
+
+    The default model is fetched when it is used for the first time.
+    """
+    with _reporting():
+        from kvcore.audio import load_wav
+        from kvcore.transcription import Segment, transcribe
+
+        def show(segment: Segment) -> None:
+            times = f"[{_clock(segment.start)} --> {_clock(segment.end)}] " if timestamps else ""
+            print(f"{times}{segment.text.strip()}", flush=True)
+
+        samples = load_wav(file)  # before the model: it may be a long time to load
+        with _open(model, quantization=quantization, num_threads=num_threads, max_num_seqs=1) as llm:
+            callback = None if as_json else show
+            result = transcribe(llm, samples, language=language, task=task, timestamps=timestamps, callback=callback)
+        if as_json:
+            segments = [{"start": s.start, "end": s.end, "text": s.text} for s in result.segments]
+            fields = {"text": result.text, "language": result.language, "duration": result.duration}
+            print(json.dumps({"model": llm.name, **fields, "segments": segments}, ensure_ascii=False), flush=True)
 
 
 @app.command()
@@ -551,6 +586,13 @@ def _complain(error: BaseException) -> None:
                 stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _clock(seconds: float) -> str:
+    """As 01:02.34, hours before it where there are any."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02}:{rest:05.2f}" if hours else f"{minutes:02}:{rest:05.2f}"
 
 
 def _milliseconds(seconds: float | None) -> str:

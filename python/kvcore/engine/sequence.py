@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.engine.interfaces import Adapter, Handle
+from kvcore.engine.interfaces import Adapter, EncoderInput, Handle
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import Logprob
 from kvcore.engine.sampling_params import SamplingParams
@@ -48,6 +48,7 @@ class Sequence:
         seats: how many of ``max_num_seqs`` it counts for: also those of its siblings until they begin.
         search: the beam search that it is a beam of.
         adapter: the adapter that it asks for.
+        encoder: what the encoder is given, where there is one. All that are given the same share what it gives.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         context_len: the length that its stored keys follow, see ``Model.context_len``.
@@ -83,6 +84,7 @@ class Sequence:
     seats: int = 1
     search: BeamSearch | None = None
     adapter: Adapter | None = None
+    encoder: EncoderInput | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
     context_len: int = 0

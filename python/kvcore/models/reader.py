@@ -89,15 +89,16 @@ class Reader:
         bias = self.vector(f"{role}.bias", layer) if self.has(f"{role}.bias", layer) else None
         return Norm(spec.kind, weight, bias, spec.eps, self.threads)
 
-    def optional_norm(self, role: str, layer: int) -> Norm | None:
+    def optional_norm(self, role: str, layer: int | None = None) -> Norm | None:
         """The same, or None if the model has no such norm."""
         return self.norm(role, layer) if self.has(f"{role}.weight", layer) else None
 
     def output(self, embedding: npt.NDArray[Any]) -> Linear:
         """The output matrix: the embedding's own, or one of its own."""
         weight = read_output(self.spec, self._weights)
+        bias = self.vector("lm_head.bias").reshape(-1) if self.has("lm_head.bias") else None
         if self._quantization is None:
-            return self.pack(embedding if weight is None else weight)
+            return self.pack(embedding if weight is None else weight, bias)
         tensor = self.spec.tensor("embed_tokens.weight" if weight is None else "lm_head.weight")
         blocks = tensor.read_blocks(self._weights)
         if self._quantization == "auto":
@@ -106,8 +107,8 @@ class Reader:
             own = None if blocks is None else _HELD.get(blocks[0])
             dtype = "int4" if own == self._quantization == "int4" else "int8"
         if blocks is not None and _HELD.get(blocks[0]) == dtype:
-            return self._of_blocks(*blocks, None)
-        return self.pack(tensor.read(self._weights), dtype=dtype)
+            return self._of_blocks(*blocks, bias)
+        return self.pack(tensor.read(self._weights), bias, dtype=dtype)
 
     def adapted(self, names: Sequence[str], layer: int) -> AdaptedLinear:
         """The same as ``linear``, for adapters to add to."""
