@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STUB   := python/kvcore/_kvcore.pyi
-PROMPT ?= What is a KV cache?
+PROMPT ?= What is a cache?
 
 # The locked dependencies are what is tested.
 CARGO_FLAGS := --locked

@@ -1,5 +1,9 @@
 """Draw the pictures of the documentation: ``python scripts/draw_docs.py`` writes docs/img/*.svg.
 
+With ``--models`` those that need a real model, too, which is fetched:
+
+    attention_speech.svg   what Whisper hears while it says each token
+
     block_tables.svg   block tables and the pool of a real KVCache, step by step
     tiles.svg          where K and V lie, by the formulas of rust/kvcore/src/storage/layout.rs
     positions.svg      token positions that a real run processes in each round, with and without the cache
@@ -29,7 +33,8 @@ import house
 
 import kvcore
 from kvcore import LLM, KVCache, SamplingParams, Sequence
-from kvcore.viz import block_map
+from kvcore.audio import load_wav, log_mel
+from kvcore.viz import attention_map, block_map
 
 ROOT = house.ROOT
 IMAGES = ROOT / "docs" / "img"
@@ -489,10 +494,40 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 
+# -- what a speech recogniser looks at --------------------------------------------------------------------------------
+
+SPEECH = ROOT / "tests" / "data" / "audio" / "espeak_16k.wav"
+ALIGNED = ((3, 1), (4, 2), (4, 3), (4, 7), (5, 1), (5, 2), (5, 4), (5, 6))
+"""Layers and heads of whisper-base that follow the speech, as its generation_config.json names them."""
+
+
+def draw_speech() -> str:
+    """The mean of Whisper's heads that follow the speech, over a short recording."""
+    samples = load_wav(SPEECH)
+    with LLM("whisper-base", dtype="float32", kv_cache_dtype="float32", max_num_seqs=1) as llm:
+        said = kvcore.transcribe(llm, samples, language="en").segments[0].token_ids
+        tokenizer = llm.tokenizer
+        assert tokenizer is not None
+        special = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+        prompt = [tokenizer.token_to_id(token) or 0 for token in special]
+        weights = llm.attention_map([*prompt, *said], {"input_features": log_mel(samples)})
+        # the row that reads a token has chosen the next one; a column is 0.02 s
+        rows, columns = slice(len(prompt) - 1, -1), len(samples) // 320
+        picked = np.mean([weights[layer, head, rows, :columns] for layer, head in ALIGNED], axis=0)
+        words = [tokenizer.decode([token]).strip() for token in said]
+    seconds = {50 * second: f"{second} s" for second in range(columns // 50 + 1)}
+    title = "What Whisper looks at in 7.4 s of speech, for each token that it says"
+    return attention_map(picked, rows=words, columns=seconds, title=title).svg
+
+
+MODEL_PICTURES: dict[str, Callable[[], str]] = {"attention_speech.svg": draw_speech}
+
+
 def main() -> None:
     """Draw all of them."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for name, draw in PICTURES.items():
+    pictures = PICTURES | (MODEL_PICTURES if "--models" in sys.argv[1:] else {})
+    for name, draw in pictures.items():
         (IMAGES / name).write_text(draw(), encoding="utf-8")
         print(IMAGES.relative_to(ROOT) / name)
 

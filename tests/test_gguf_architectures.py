@@ -42,8 +42,7 @@ from kvcore.models.families import FAMILIES
 from kvcore.plan import find_model, make_plan
 from models import EXACT, expected
 
-DATA = Path(__file__).parent / "data"
-REFERENCE = DATA / "reference"
+REFERENCE = Path(__file__).parent / "data" / "reference"
 
 UNSAID: dict[str, dict[str, Any]] = {
     # what GGUF has no key for, as llama.cpp takes it
@@ -66,15 +65,10 @@ DECODERS = [
 FOLDERS = [*DECODERS, "t5", "t5_gated"]
 
 
-def source(name: str) -> Path:
-    """Where the original is."""
-    return next(folder for folder in (DATA / "gguf" / name, REFERENCE / name) if folder.exists())
-
-
 def folder_of(name: str, tmp_path: Path, **changes: Any) -> Path:
     """A copy whose configuration says no more than GGUF can."""
     folder = tmp_path / name
-    shutil.copytree(source(name), folder)  # makes tmp_path, too
+    shutil.copytree(REFERENCE / name, folder)  # makes tmp_path, too
     config = json.loads((folder / "config.json").read_text()) | UNSAID.get(name, {}) | changes
     if name == "deepseek_v2":
         config["rope_parameters"]["mscale"] = config["rope_parameters"]["mscale_all_dim"]
@@ -129,6 +123,18 @@ def test_the_configuration_comes_back(name: str, tmp_path: Path) -> None:
         assert rope.get(key, default) == (pytest.approx(value, rel=1e-6) if isinstance(value, (float, list)) else value)
 
 
+@pytest.mark.parametrize("name", ["t5", "t5_gated"])
+def test_encoder_decoders_of_gguf(name: str, tmp_path: Path) -> None:
+    """One bias by distance, which only the first layer has, in the encoder and in the decoder."""
+    folder, want = folder_of(name, tmp_path), expected(name)
+    encoder = {"encoder_token_ids": want["input_ids"]}
+    logits = []
+    for model in (folder, convert(folder, tmp_path / "x.gguf")):
+        with LLM(model, **{**EXACT, "num_kv_blocks": 16}) as llm:
+            logits.append(llm.logits(want["decoder_input_ids"], encoder=encoder))
+    np.testing.assert_array_equal(*logits)
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path)
@@ -151,7 +157,7 @@ def test_it_is_planned_like_the_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_every_architecture_is_tried() -> None:
-    kinds = [json.loads((source(name) / "config.json").read_text())["model_type"] for name in FOLDERS]
+    kinds = [json.loads((REFERENCE / name / "config.json").read_text())["model_type"] for name in FOLDERS]
     assert {ARCHITECTURE_OF.get(kind, kind) for kind in kinds} == set(ARCHITECTURES)
 
 
@@ -294,7 +300,7 @@ VALUES = st.sampled_from(
 @given(data=st.data())
 @pytest.mark.parametrize("name", FOLDERS)
 def test_any_value_under_any_key(name: str, data: st.DataObject, tmp_path: Path) -> None:
-    config = json.loads((source(name) / "config.json").read_text())
+    config = json.loads((REFERENCE / name / "config.json").read_text())
     entries = entries_of(config)
     at = data.draw(st.integers(1, len(entries) - 1))
     length = int.from_bytes(entries[at][:8], "little")
@@ -310,7 +316,7 @@ def test_any_value_under_any_key(name: str, data: st.DataObject, tmp_path: Path)
                                        "attention.sliding_window_pattern", "attention.sliding_window"]))  # fmt: skip
     if extra:
         entries.append(entry(f"{ARCHITECTURE_OF.get(config['model_type'], config['model_type'])}.{extra}", kind, value))
-    tensors = tensors_of(config, SafetensorsWeights.open(source(name)))
+    tensors = tensors_of(config, SafetensorsWeights.open(REFERENCE / name))
     path = write(tmp_path / "x.gguf", file_of(entries, tensors))
     try:
         weights = GGUFWeights.open(path)

@@ -52,6 +52,8 @@ PYTHON = {
     "loading": {"errors", "memory", "_kvcore", "engine", "models", "checkpoint", "text"},
     "dispatch": {"errors", "engine", "reply", "text"},
     "progress": set(),
+    "audio": {"errors"},
+    "transcription": {"errors", "audio", "checkpoint", "engine", "llm"},
     "prompts": {"errors", "engine", "text"},
     "prompt_caching": {"errors", "engine"},
     "structured": {"errors", "engine", "text"},
@@ -76,8 +78,9 @@ PYTHON = {
     "live": set(),
     "metrics": {"errors", "live"},
     "plan": {"errors", "checkpoint", "models"},
-    "cli": {"errors", "engine", "outputs", "checkpoint", "llm", "live", "plan"},
-    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "lora", "async_llm", "session", "viz"},
+    "bench": {"errors", "_kvcore", "engine", "outputs", "models", "llm", "plan", "progress"},
+    "cli": {"audio", "transcription", "errors", "engine", "outputs", "checkpoint", "llm", "live", "plan", "bench"},
+    "kvcore": {"errors", "_kvcore", "engine", "outputs", "llm", "lora", "async_llm", "session", "transcription", "viz"},
     "__main__": {"cli"},
 }
 """Whom each module of the Python package may import, also inside of functions."""

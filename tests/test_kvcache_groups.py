@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcore import InvalidArgument, InvalidState, KVCache, KVGroup, OutOfBlocks, Sequence
+from kvcore import InvalidArgument, InvalidHandle, InvalidState, KVCache, KVGroup, OutOfBlocks, Sequence, StaleBatch
 from kvtools import assert_bitwise, assert_no_leak
 
 Floats = npt.NDArray[np.float32]
@@ -306,6 +306,60 @@ def test_an_encoder_is_written_once() -> None:
     with pytest.raises(OutOfBlocks, match="8 needed, 6 available"):
         cache.write_cross(2, other, big, big)
     cache.check()
+
+
+def test_an_encoders_memory_is_shared_by_reference() -> None:
+    cache = encoder_decoder()
+    first, second, third = cache.add([1, 2]), cache.add([3]), cache.add([4])
+    x = np.random.default_rng(3).standard_normal((20, 2, 8)).astype(np.float32)
+    with pytest.raises(InvalidState, match="source has no K and V"):
+        cache.share_cross(second, first)
+    for layer in (2, 3):
+        cache.write_cross(layer, first, x, x)
+    stale = cache.plan([(second, 1)])
+    cache.share_cross(second, first)
+    assert cache.stats()["groups"][-1]["used"] == 2
+    with pytest.raises(StaleBatch):
+        cache.attend(2, stale, x[:1])
+    for again in (first, second):
+        with pytest.raises(InvalidState, match="already"):
+            cache.share_cross(again, first)
+    cache.check()
+    cache.free(first)
+    batch = cache.plan([(second, 1)])
+    assert np.isfinite(cache.attend(3, batch, x[:1])).all()
+    np.testing.assert_array_equal(cache.read(2, second)[0], x)
+    with pytest.raises(InvalidHandle):
+        cache.share_cross(third, first)
+    cache.free(second)
+    cache.free(third)
+    assert_no_leak(cache)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4, 6])
+def test_a_bias_by_distance_to_both_sides(ahead: int) -> None:
+    """Rows of a sequence over as many rows of an encoder, each side of the table clamped at its end."""
+    rng, tokens = np.random.default_rng(4), 25
+    q, k, v = (rng.standard_normal((tokens, 2, 8)).astype(np.float32) for _ in range(3))
+    table = rng.standard_normal((2, 7)).astype(np.float32)
+    cache = encoder_decoder()
+    seq = cache.add(range(tokens))
+    cache.write_cross(2, seq, k, v)
+    batch = cache.plan([(seq, tokens)])
+    options: dict[str, Any] = {"scale": 1.0, "position_bias": table, "bias_ahead": ahead}
+    out = cache.attend(2, batch, q, **options)
+    weights = cache.attention_weights(2, batch, q, **options)
+    before = 6 - ahead
+    for row in range(tokens):
+        distances = np.clip(np.arange(tokens) - row, -before, ahead)
+        for h in range(2):
+            want = softmax((k[:, h] @ q[row, h] + table[h, distances + before])[None])[0]
+            np.testing.assert_allclose(weights[row, h], want, atol=1e-5)
+            np.testing.assert_allclose(out[row, h], want @ v[:, h], atol=1e-4)
+    with pytest.raises(InvalidArgument, match="bias_ahead: expected at most 6, got 7"):
+        cache.attend(2, batch, q, position_bias=table, bias_ahead=7)
+    with pytest.raises(InvalidArgument, match="bias_ahead: expected None without a position_bias"):
+        cache.attend(2, batch, q, bias_ahead=1)
 
 
 def test_decoders_share_prefixes_only_of_the_same_input() -> None:

@@ -540,7 +540,12 @@ def test_options_are_checked_before_anything_is_read(options: Any, error: type[E
 
 
 SPEC: Any = SimpleNamespace(
-    num_layers=32, num_kv_heads=8, head_dim=128, max_position_embeddings=8192, ropes=[SimpleNamespace(kind="llama3")]
+    num_layers=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    takes_any_length=False,
+    encoder=None,
 )
 
 
@@ -565,12 +570,33 @@ def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory() > 0
 
 
+def test_memory_is_shared_with_what_encoders_give() -> None:
+    """Whisper base in 16 bits: 28 blocks for 448 tokens, 94 for 1500 rows."""
+    block = 16 * 12 * 1024
+    encoder = SimpleNamespace(max_rows=1500)
+    spec: Any = SimpleNamespace(max_position_embeddings=448, takes_any_length=False, encoder=encoder)
+
+    def blocks(**options: Any) -> tuple[int, int]:
+        checked = Options(**options)
+        count = loading.num_blocks(spec, 12 * 1024, checked, cross_block_bytes=block)
+        return count, loading.cross_blocks(spec, checked, count)
+
+    assert blocks(num_kv_blocks=7) == (7, 94)  # one input, always
+    assert blocks(num_kv_blocks=280) == (280, 940)
+    assert blocks(kv_cache_memory=2 * 122 * block) == (56, 188)
+    assert blocks(kv_cache_memory=95 * block) == (1, 94)
+    own, cross = blocks(max_num_seqs=3)
+    assert (own, cross) == (84, 282)
+    with pytest.raises(InvalidArgument, match=r"one block, and 94 for one input of the encoder"):
+        blocks(kv_cache_memory=95 * block - 1)
+
+
 def test_the_length_of_a_model() -> None:
     assert loading.model_length(SPEC, Options()) == 8192
     assert loading.model_length(SPEC, Options(max_model_len=100)) == 100
     with pytest.raises(InvalidArgument, match=r"at most 8192 .*, got 8193"):
         loading.model_length(SPEC, Options(max_model_len=8193))
-    dynamic: Any = SimpleNamespace(**{**vars(SPEC), "ropes": [SimpleNamespace(kind="dynamic")]})
+    dynamic: Any = SimpleNamespace(**{**vars(SPEC), "takes_any_length": True})
     assert loading.model_length(dynamic, Options()) is None
     assert loading.model_length(dynamic, Options(max_model_len=10_000)) == 10_000
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvcore import LLM, InvalidArgument, SamplingParams
 from kvcore._kvcore import Linear
+from kvcore.checkpoint.dequantize import BLOCKS, dequantize
 from kvcore.checkpoint.gguf import GGUFWeights
 from models import assert_nothing_held, assert_same_bits, copy_reference
 
@@ -49,7 +50,8 @@ def test_linear_bad_input() -> None:
     for weight, kwargs, error, text in [
         (rows, {"dtype": "int8", "blocks": "Q4_1"}, InvalidArgument, "dtype"),
         (rows, {"dtype": "int4", "blocks": "Q4_0"}, InvalidArgument, "whole blocks of 18 bytes, got 40"),
-        (rows, {"dtype": "int4", "blocks": "Q4_K"}, InvalidArgument, 'expected Q4_0, Q4_1 or Q8_0, got "Q4_K"'),
+        (rows, {"dtype": "int4", "blocks": "Q6_K"}, InvalidArgument, 'one of Q4_0, Q4_1, Q4_K, Q5_0, Q8_0, got "Q6_K"'),
+        (rows, {"dtype": "int4", "blocks": "Q4_K"}, InvalidArgument, "whole blocks of 144 bytes, got 40"),
         (rows[0], {"dtype": "int4", "blocks": "Q4_1"}, InvalidArgument, "shape"),
         (rows.astype(np.int8), {"dtype": "int4", "blocks": "Q4_1"}, TypeError, "expected uint8, got int8"),
         (rows, {"dtype": "int4"}, TypeError, "got uint8"),
@@ -57,6 +59,22 @@ def test_linear_bad_input() -> None:
     ]:
         with pytest.raises(error, match=text):
             Linear(weight, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0"])
+def test_linear_of_blocks(kind: str) -> None:
+    """The codes are those that the file's own formula expands."""
+    per_block, block_bytes, _ = BLOCKS[kind]
+    generator = np.random.default_rng(2)
+    rows = generator.integers(0, 256, (40, 2 * block_bytes), np.uint8)
+    halves = np.array([0.01, 0.02], np.float16).view(np.uint8)
+    rows[:, :4] = rows[:, block_bytes : block_bytes + 4] = halves  # finite scales; more bytes than some kinds have
+    exact = dequantize(kind, rows.reshape(-1)).reshape(40, 2 * per_block)
+    linear = Linear(rows, dtype="int8" if kind in ("Q5_0", "Q8_0") else "int4", blocks=kind)
+    got = linear(np.eye(2 * per_block, dtype=np.float32)).T
+    # The factors of Q4_K's groups are rounded to halves; the sums of codes and minima are float32.
+    tolerance = 2**-10 if kind == "Q4_K" else 1e-5
+    np.testing.assert_allclose(got, exact, rtol=0, atol=tolerance * np.abs(exact).max())
 
 
 # -- LLM -------------------------------------------------------------------------------------------------------------
@@ -101,6 +119,19 @@ def test_blocks_of_a_file_are_taken_as_they_are(smollm2_path: Path) -> None:
         assert np.abs(blocks(x) - exact.T[:50]).max() < 1e-6 * np.abs(exact).max() * 20
     assert set(kinds) <= {"Q4_0", "Q4_1"}
     assert weights.blocks("model.norm.weight") is None
+
+
+@pytest.mark.model
+def test_auto_is_as_the_file_has_it(smollm2_path: Path) -> None:
+    """4 bits and an output matrix of 8, unless float32 is asked for."""
+    logits, sizes = {}, {}
+    for options in ({}, {"quantization": "int4"}, {"dtype": "float32"}, {"dtype": "float32", "quantization": "none"}):
+        with LLM(smollm2_path, num_kv_blocks=16, **options) as llm:
+            logits[tuple(options.values())] = llm.logits([1, 2, 3, 4, 5])
+            sizes[tuple(options.values())] = llm.weight_bytes
+    assert_same_bits(logits[()], logits[("int4",)])
+    assert_same_bits(logits[("float32",)], logits[("float32", "none")])
+    assert sizes[()] == sizes[("int4",)] < sizes[("float32",)] / 3
 
 
 @pytest.mark.model

@@ -29,7 +29,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SECONDS = 300
 
-GOES_ON_FROM = {"cache.md": "Quickstart"}
+GOES_ON_FROM = {"cache.md": "Quickstart", "encoder-decoder.md": "Prompts"}
 """Pages on which every section goes on from the first one."""
 
 

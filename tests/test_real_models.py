@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore import LLM, SamplingParams
+from kvcore import LLM, SamplingParams, transcribe
+from kvcore.audio import load_wav, log_mel
 from kvcore.checkpoint.gguf import GGUFWeights
 from kvcore.checkpoint.pull import pull
 from kvcore.checkpoint.source import open_checkpoint
@@ -23,6 +24,7 @@ from models import EXACT
 pytestmark = pytest.mark.real
 
 DATA = Path(__file__).parent / "data" / "real"
+SPEECH = Path(__file__).parent / "data" / "audio" / "espeak_16k.wav"
 GOLDENS = {"gemma3-270m": "gemma3-270m-q4_k_m", "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m"}
 
 
@@ -67,6 +69,47 @@ def test_whisper() -> None:
     for case in golden["cases"]:
         assert [tokenizer.token_to_id(token) for token in case["prompt_tokens"]] == case["prompt_ids"]
         assert tokenizer.decode(case["output_ids"], skip_special_tokens=False) == case["output_text"]
+
+
+@pytest.fixture(scope="module")
+def whisper() -> Iterator[LLM]:
+    with LLM("whisper-base", max_num_seqs=4, **EXACT) as llm:
+        yield llm
+
+
+def test_whispers_encoder(whisper: LLM) -> None:
+    want = json.loads((DATA / "whisper-base-f16.json").read_text(encoding="utf-8"))["encoder_output"]
+    decoder = whisper._decoder
+    encoded = decoder.encoder(decoder.encoder_input({"input_features": log_mel(load_wav(SPEECH))}))
+    assert encoded.shape == tuple(want["shape"][1:])
+    np.testing.assert_allclose(encoded.mean(dtype=np.float64), want["mean"], atol=1e-5)
+    for row, columns in ((0, slice(8)), (700, slice(8)), (1499, slice(-8, None))):
+        name = f"row{row}_{'first8' if row < 1000 else 'last8'}"
+        np.testing.assert_allclose(encoded[row, columns], want[name], atol=1e-4)
+
+
+def test_whispers_greedy_tokens(whisper: LLM) -> None:
+    features = log_mel(load_wav(SPEECH))
+    cases = json.loads((DATA / "whisper-base-f16.json").read_text(encoding="utf-8"))["cases"]
+    prompts = [{"input_features": features, "decoder_token_ids": case["prompt_ids"]} for case in cases]
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=1)
+    for case, output in zip(cases, whisper.generate(prompts, params), strict=True):
+        completion = output.outputs[0]
+        assert completion.token_ids == case["output_ids"], case["name"]
+        got = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        np.testing.assert_allclose(got, case["logprobs"], rtol=0, atol=2e-3, err_msg=case["name"])
+
+
+def test_whisper_transcribes(whisper: LLM) -> None:
+    """Short and long, with the language found, and where in the sound each sentence is."""
+    sentence = "value caches make language models faster."
+    speech = load_wav(SPEECH)
+    short = transcribe(whisper, SPEECH)
+    assert short.language == "en"
+    assert short.text.endswith(sentence)
+    long = transcribe(whisper, np.concatenate([speech] * 6))
+    ends = [segment.end for segment in long.segments if "value cache" in segment.text.lower()]
+    np.testing.assert_allclose(ends, 7.36 * np.arange(1, 7), atol=0.8)
 
 
 def test_token_ids(model: tuple[Path, dict[str, Any]]) -> None:

@@ -298,7 +298,12 @@ def test_pools_of_several_groups() -> None:
     )  # two blocks for the window, and one it only touches
     cross = [KVGroup("full", [0], num_kv_heads=1, head_dim=8, num_blocks=50), KVGroup("cross", [1], num_blocks=3)]
     space = Space(KVCache(groups=cross, num_kv_heads=1, head_dim=8), 16)
-    assert (space.capacity, space.free()) == (800, [50])
+    assert (space.capacity, space.free()) == (800, [50, 3])  # what an encoder gives has blocks of its own
+    assert space.to_come(0, 0, 20) == [2, 0]
+    assert space.to_come(0, 0, 20, SimpleNamespace(num_tokens=33, key=b"")) == [2, 3]
+    assert space.has_room([5, 0], 5)
+    assert not space.has_room([4, 3], 5)
+    assert not space.has_room([9, -1], 0)
 
 
 class Zeros:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvcore.lora import LoRARequest
     from kvcore.outputs import BeamSearchOutput, CompletionOutput, RequestOutput, Usage
     from kvcore.session import Session
+    from kvcore.transcription import transcribe
 
 __all__ = [
     "LLM",
@@ -80,6 +81,7 @@ __all__ = [
     "__version__",
     "available_simd",
     "simd",
+    "transcribe",
     "viz",
 ]
 
@@ -92,6 +94,7 @@ _LAZY = {
     "RequestOutput": "kvcore.outputs",
     "Session": "kvcore.session",
     "Usage": "kvcore.outputs",
+    "transcribe": "kvcore.transcription",
 }
 
 

@@ -378,6 +378,13 @@ class KVCache:
             InvalidArgument: a layer or shape that does not fit. InvalidState: written already. OutOfBlocks.
         """
 
+    def share_cross(self, seq: Sequence, source: Sequence) -> None:
+        """Give a sequence the encoder's K and V of another one with the same encoder input, as forks share them.
+
+        Raises:
+            InvalidState: the sequence has its own already, or the source has none. InvalidHandle.
+        """
+
     @_overload
     def attend(
         self,
@@ -391,6 +398,7 @@ class KVCache:
         *,
         alibi_slopes: _Floats | None = None,
         position_bias: _Floats | None = None,
+        bias_ahead: int | None = None,
         return_lse: _Literal[False] = False,
     ) -> npt.NDArray[np.float32]: ...
     @_overload
@@ -406,6 +414,7 @@ class KVCache:
         *,
         alibi_slopes: _Floats | None = None,
         position_bias: _Floats | None = None,
+        bias_ahead: int | None = None,
         return_lse: _Literal[True],
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Attention of the planned tokens over their sequences: softmax(q K^T * scale) V.
@@ -435,6 +444,9 @@ class KVCache:
             position_bias: [q heads, n]; value [-1 - d] is added for the token d before the query's own, and value [0]
                 for all from n - 1 on (T5's relative bias, as a table of distances); in cross layers value [-1] for all
                 tokens behind the query's position. Not beside alibi_slopes.
+            bias_ahead: how many of the last values of ``position_bias`` are for tokens ahead of the query, in cross
+                layers (T5's encoder): value [-1 - bias_ahead + d] is added for the token d ahead of the query's
+                position, or -d behind it, and beyond both ends of the table the value there. None: 0.
             return_lse: also return the logarithm of the sum of the exponentials of a query's scores, its sink's among
                 them: what merges attention over parts of a context. Within 1e-5 in float32 and float16 caches; in all
                 others it sums weights that are rounded to bf16, and is within 0.004.
@@ -462,6 +474,7 @@ class KVCache:
         sinks: _Floats | None = None,
         alibi_slopes: _Floats | None = None,
         position_bias: _Floats | None = None,
+        bias_ahead: int | None = None,
     ) -> npt.NDArray[np.float32]:
         """What the rows of one sequence look at: the softmax weights, for attention maps.
 
@@ -472,7 +485,7 @@ class KVCache:
             index: which sequence of the batch's plan; None: the first.
             rows: indices into its new tokens; None: all.
             heads: query heads; None: all.
-            scale, window, softcap, sinks, alibi_slopes, position_bias: as for ``attend``.
+            scale, window, softcap, sinks, alibi_slopes, position_bias, bias_ahead: as for ``attend``.
 
         Returns:
             [rows, heads, tokens], tokens being all up to the sequence's last new one. Weight 0 where a row does not see

@@ -1,8 +1,8 @@
-"""The command line: ``kvcore generate``, ``kvcore chat``, ``kvcore pull``, ``kvcore plan``.
+"""The command line: ``kvcore generate``, ``chat``, ``transcribe``, ``pull``, ``plan``, ``bench``.
 
 The answer goes to stdout, everything else to stderr. Exit codes: 0, 1 for an error of kvcore's (one line says which),
-2 for wrong usage (``plan``: also for a value that it does not take), 130 after Ctrl-C. Heavy modules are imported by
-the commands that need them, so that ``--help`` is quick.
+2 for wrong usage (``plan`` and ``bench``: also for a value that they do not take), 130 after Ctrl-C. Heavy modules are
+imported by the commands that need them, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -228,6 +228,41 @@ def chat(
 
 
 @app.command()
+def transcribe(
+    file: Annotated[str, typer.Argument(help="A WAV file.")],
+    model: _Model = "whisper-base",
+    language: Annotated[
+        str | None, typer.Option(help="Of the speech, such as en; by default the model says.", show_default=False)
+    ] = None,
+    task: Annotated[str, typer.Option(help="transcribe, or translate (to English).")] = "transcribe",
+    timestamps: Annotated[bool, typer.Option("--timestamps", help="Show when each piece was said.")] = False,
+    quantization: _Quantization = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    num_threads: _Threads = None,
+) -> None:
+    """Write down the speech of a WAV file, piece by piece as it is known.
+
+    The default model is fetched when it is used for the first time.
+    """
+    with _reporting():
+        from kvcore.audio import load_wav
+        from kvcore.transcription import Segment, transcribe
+
+        def show(segment: Segment) -> None:
+            times = f"[{_clock(segment.start)} --> {_clock(segment.end)}] " if timestamps else ""
+            print(f"{times}{segment.text.strip()}", flush=True)
+
+        samples = load_wav(file)  # before the model: it may be a long time to load
+        with _open(model, quantization=quantization, num_threads=num_threads, max_num_seqs=1) as llm:
+            callback = None if as_json else show
+            result = transcribe(llm, samples, language=language, task=task, timestamps=timestamps, callback=callback)
+        if as_json:
+            segments = [{"start": s.start, "end": s.end, "text": s.text} for s in result.segments]
+            fields = {"text": result.text, "language": result.language, "duration": result.duration}
+            print(json.dumps({"model": llm.name, **fields, "segments": segments}, ensure_ascii=False), flush=True)
+
+
+@app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="The model, such as smollm2.")],
 ) -> None:
@@ -298,6 +333,64 @@ def plan(
             dtype=dtype,
         )
         print(json.dumps(as_dict(result), ensure_ascii=False) if as_json else as_text(result), flush=True)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A name that `kvcore pull` knows, a folder, a .gguf file or a hub id (org/name); by default "
+            f"{DEFAULT_MODEL}.",
+            show_default=False,
+        ),
+    ] = None,
+    random: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of a model its shape, with random weights: a config.json or a name such as llama-3.2-1b "
+            "(a wrong one lists all).",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_lengths: Annotated[str, typer.Option(help="Tokens of the prompts that run alone.")] = "90,871,3430",
+    batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,32",
+    batch_prompt_length: Annotated[int, typer.Option(help="Tokens of each prompt of batches above 1.")] = 220,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 64,
+    rounds: Annotated[int, typer.Option(help="How often all of it is repeated; medians count.")] = 3,
+    dtype: Annotated[
+        str, typer.Option(help="What weights are held in: auto (as saved), float32, bfloat16, float16.")
+    ] = "auto",
+    quantization: _Quantization = "auto",
+    kv_cache_dtype: _KvDtype = "auto",
+    num_threads: _Threads = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; bytes, seconds, multiply-adds a second.")
+    ] = False,
+) -> None:
+    """Measure prefill and decode, beside what this machine could do at most.
+
+    Prompts are random token ids. For example: kvcore bench --quantization int4 --kv-cache-dtype fp8
+    """
+    with _reporting(bad_argument=2):
+        from kvcore.bench import Settings, as_text, run_bench
+
+        settings = Settings(
+            model=DEFAULT_MODEL if model is None and random is None else model,
+            random=random,
+            prompt_lengths=_numbers(prompt_lengths, "prompt_lengths"),
+            batch_sizes=_numbers(batch_sizes, "batch_sizes"),
+            batch_prompt_length=batch_prompt_length,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            num_threads=num_threads,
+        )
+        run_bench(settings, lambda values: print(json.dumps(values) if as_json else as_text(values), flush=True))
 
 
 class _Answer:
@@ -423,6 +516,13 @@ def _speculative_config(num_tokens: int) -> dict[str, Any] | None:
     return {"method": "ngram", "num_speculative_tokens": num_tokens} if num_tokens else None
 
 
+def _numbers(text: str, field: str) -> tuple[int, ...]:
+    """The numbers of a list such as ``"90,871"``, where 8K is 8192."""
+    from kvcore.plan import parse_tokens
+
+    return tuple(parse_tokens(part, field) for part in text.split(","))
+
+
 def _params(**values: Any) -> Any:
     from kvcore.engine.sampling_params import SamplingParams
 
@@ -506,6 +606,13 @@ def _complain(error: BaseException) -> None:
                 stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _clock(seconds: float) -> str:
+    """As 01:02.34, hours before it where there are any."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02}:{rest:05.2f}" if hours else f"{minutes:02}:{rest:05.2f}"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -52,7 +52,7 @@ class Dispatcher:
 
     def check(self, submission: Submission) -> Submission:
         """The same with its prompt as a checked list. Raises as ``Engine.check_request``."""
-        token_ids = self.engine.check_request(submission.asked.token_ids, submission.params)
+        token_ids = self.engine.check_request(submission.asked.token_ids, submission.params, submission.asked.encoder)
         return replace(submission, asked=replace(submission.asked, token_ids=token_ids))
 
     def submit(self, replies: list[Reply], submissions: list[Submission]) -> None:
@@ -75,6 +75,7 @@ class Dispatcher:
                         marks=submission.asked.marks,
                         make_constraint=submission.make_constraint,
                         adapter=submission.adapter,
+                        encoder=submission.asked.encoder,
                     )
                 )
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvcore.dispatch import Dispatcher
 from kvcore.engine.engine import Engine
 from kvcore.engine.interfaces import FloatArray
@@ -75,12 +77,12 @@ class LLM:
                 a hub id ("org/name"). A folder without a tokenizer serves token ids; only text raises then.
             dtype: what weights are held in: auto (as they were saved; bfloat16 for quantised files), float32 (f32),
                 bfloat16 (bf16) or float16 (f16).
-            quantization: auto: as the file has it. A GGUF file's matrices of 4 bits stay in 4 bits, those of 5 to 8 bits
-                are held in 8 (Q4_0, Q4_1, Q5_0 and Q8_0 exactly, other kinds rounded once), and what they are multiplied
-                with is rounded to 8 bits; beside dtype="float32", which asks for its arithmetic, they are expanded.
-                none: expanded to ``dtype``. int8 or int4: layers' matrices in 8 or 4 bits with scales for each 32
-                inputs, whatever the file has, and the output matrix in 8: half or a third of bfloat16's memory (the
-                embedding's rows stay), and as much faster to decode with.
+            quantization: auto: as the file has it. A GGUF file's matrices of 4 bits stay in 4 bits, those of 5 to 8
+                are held in 8 (Q4_0, Q4_1, Q5_0 and Q8_0 exactly, other kinds rounded once), and what is multiplied
+                with them is rounded to 8 bits; beside dtype="float32", which asks for its arithmetic, they are
+                expanded. none: expanded to ``dtype``. int8 or int4: layers' matrices in 8 or 4 bits with scales for
+                each 32 inputs, whatever the file has, and the output matrix in 8: half or a third of bfloat16's memory
+                (the embedding's rows stay), and as much faster to decode with.
             mla: models with latent attention (DeepSeek) keep one compressed row for each token (absorbed), or the keys
                 and values of all heads (expanded): the same but for rounding, in many times the memory.
             kv_cache_dtype: what keys and values are stored in: auto (float32 beside float32 weights, else bfloat16),
@@ -185,6 +187,7 @@ class LLM:
         self._decoder = parts.decoder
         self._tokenizer = parts.tokenizer
         self._chat_template = parts.chat_template
+        self.generation_config = parts.generation
         self._eos_token_ids = tuple(parts.generation.eos_token_ids) if parts.generation is not None else ()
         self._engine: Engine | None = Engine(
             parts.decoder,
@@ -198,7 +201,7 @@ class LLM:
             speculation=options.speculative_config,
         )
         self._dispatcher = Dispatcher(self._engine, parts.tokenizer)
-        self._prompts = Prompts(parts.tokenizer, parts.name)
+        self._prompts = Prompts(parts.tokenizer, parts.name, parts.reader)
         self._min_marked_tokens = options.prompt_cache_min_tokens
         self._grammars: Grammars | None = None
         self._adapters = LoadedAdapters(lambda lora: self._decoder.adapter(lora))
@@ -386,19 +389,50 @@ class LLM:
         if reply is not None:
             self._dispatcher.abort(reply)
 
-    def logits(self, token_ids: Any, *, lora_request: LoRARequest | None = None) -> FloatArray:
+    def logits(
+        self, token_ids: Any, *, encoder: Mapping[str, Any] | None = None, lora_request: LoRARequest | None = None
+    ) -> FloatArray:
         """The logits after every position, float32 [len(token_ids), vocab].
 
         Computed in chunks; nothing is read from the prefix cache or left in it, and no other call runs meanwhile.
+
+        Args:
+            token_ids: of an encoder-decoder the decoder's.
+            encoder: what its encoder is given: {"encoder_token_ids": ids} or {"input_features": features}.
+            lora_request: as ``generate``.
 
         Raises:
             InvalidArgument, TypeError: no list of ids that the model takes, or a list that is too long for it.
             OutOfBlocks: the cache lacks the space, or running requests leave too little of it.
         """
         dispatcher = self._dispatcher
-        adapter = self._adapters.get(lora_request)
+        adapter, source = self._adapters.get(lora_request), self._prompts.encoder_input(encoder)
         with dispatcher.here, dispatcher.lock:
-            return dispatcher.engine.logits(token_ids, adapter)
+            return dispatcher.engine.logits(token_ids, adapter, source)
+
+    def attention_map(self, token_ids: Any, encoder: Mapping[str, Any]) -> FloatArray:
+        """What the decoder of an encoder-decoder looks at: the softmax weights of its cross-attention.
+
+        Args:
+            token_ids: the decoder's tokens, its start token among them, such as an answer to ``encoder``.
+            encoder: what its encoder is given, as for ``logits``.
+
+        Returns:
+            float32 [layers, heads, len(token_ids), encoder rows]; each row sums to 1. Row i is that of the step that
+            reads token i, and so chooses token i + 1. ``kvcore.viz.attention_map`` draws one.
+
+        Raises:
+            As ``logits``; InvalidArgument also for a model without an encoder.
+        """
+        dispatcher, source = self._dispatcher, self._prompts.encoder_input(encoder)
+        if source is None:
+            raise InvalidArgument(f"attention_map: expected an encoder-decoder, got {self.name}, a decoder alone")
+        chunks: list[dict[int, FloatArray]] = []
+        with dispatcher.here, dispatcher.lock:
+            dispatcher.engine.logits(token_ids, None, source, chunks)
+        layers = [np.concatenate([chunk[layer] for chunk in chunks]) for layer in chunks[0]]
+        weights: FloatArray = np.stack(layers).swapaxes(1, 2)
+        return weights
 
     def calibrate(self, prompts: Prompt | list[Prompt]) -> None:
         """Find static scales of an fp8 cache from what the model writes for some sample text.

@@ -36,6 +36,8 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "
 
 SCALE_MODES = ("auto", "static", "per_token_head")
 _DEFAULT_KV_MEMORY = 4 << 30
+_MOST_DRAWN = 4_194_301
+"""Random values of a matrix before they repeat: a prime."""
 
 # What the native core takes. Checked here, so that errors speak of the option, and none is too large to be passed on.
 _MAX_BLOCKS = 2**31 - 1
@@ -125,6 +127,11 @@ class Parts:
     max_model_len: int | None = None
     name: str = "model"
 
+    @property
+    def reader(self) -> Any:
+        """What reads prompts for the encoder, if there is one."""
+        return self.decoder if hasattr(self.decoder, "encoder_input") else None
+
 
 def load_parts(model: str | Path, options: Options) -> Parts:
     """Open a checkpoint and build everything from it.
@@ -143,7 +150,7 @@ def load_parts(model: str | Path, options: Options) -> Parts:
         make_decoder(spec, checkpoint.weights, checkpoint.config, options, fingerprint(checkpoint.path)),
         checkpoint.generation,
         tokenizer,
-        make_chat_template(tokenizer),
+        make_chat_template(tokenizer) if spec.encoder is None else None,  # a text for the encoder is no conversation
         model_length(spec, options),
         str(checkpoint.name),
     )
@@ -204,16 +211,19 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
     """The decoder with its weights packed and its cache allocated; ``fingerprint`` names the weights."""
     from kvcore._kvcore import Threads
     from kvcore.models.decoder import Decoder
+    from kvcore.models.encoder_decoder import EncoderDecoder
 
     dtype = weight_dtype(config, options)
     threads = Threads(options.num_threads)
-    blocks = num_blocks(spec, make_cache(spec, dtype, options, 1, threads, "").bytes_per_token, options)
+    probe = make_cache(spec, dtype, options, 1, threads, "")
+    blocks = num_blocks(spec, probe.bytes_per_token, options, cross_block_bytes=_cross_block_bytes(probe))
     quantization = None if options.quantization == "none" else options.quantization
     if quantization == "auto" and dtype == "float32":
         quantization = None  # whoever asks for float32 asks for its arithmetic
     held = f"{quantization} beside {dtype}" if quantization else dtype
     cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held}")
-    return Decoder(spec, weights, cache, dtype=dtype, quantization=quantization)
+    kind = Decoder if spec.encoder is None else EncoderDecoder
+    return kind(spec, weights, cache, dtype=dtype, quantization=quantization)
 
 
 def make_cache(
@@ -225,12 +235,15 @@ def make_cache(
 
     groups = []
     for group in cache_groups(spec.cache_layers()):
-        cache, sizes = group.cache, {}
+        cache, layers, blocks, sizes = group.cache, group.layers, num_blocks, {}
+        if cache.kind == "cross":
+            layers = tuple(spec.num_layers + layer for layer in layers)
+            blocks = cross_blocks(spec, options, num_blocks)
         if cache.kind == "latent":
             sizes = {"rank": cache.rank, "rope_dim": cache.rope_dim}
         else:
             sizes = {"num_kv_heads": cache.num_kv_heads, "head_dim": cache.head_dim, "v_head_dim": cache.v_head_dim}
-        groups.append(KVGroup(cache.kind, group.layers, window=cache.window, num_blocks=num_blocks, **sizes))
+        groups.append(KVGroup(cache.kind, layers, window=cache.window, num_blocks=blocks, **sizes))
     return KVCache(
         groups=groups,
         block_size=options.block_size,
@@ -263,12 +276,12 @@ def kv_cache_dtype(dtype: str, options: Options) -> str:
 
 
 def model_length(spec: DecoderSpec, options: Options) -> int | None:
-    """The most tokens of a sequence: the option, else what the model was made for. Dynamic rope has no limit.
+    """The most tokens of a sequence: the option, else what the model was made for, where that is a limit.
 
     Raises:
         InvalidArgument: the option is more than the model was made for.
     """
-    limit = None if any(rope.kind == "dynamic" for rope in spec.ropes) else spec.max_position_embeddings
+    limit = None if spec.takes_any_length else spec.max_position_embeddings
     if options.max_model_len is None:
         return limit
     if limit is not None and options.max_model_len > limit:
@@ -279,11 +292,13 @@ def model_length(spec: DecoderSpec, options: Options) -> int | None:
     return options.max_model_len
 
 
-def num_blocks(spec: DecoderSpec, bytes_per_token: int, options: Options) -> int:
+def num_blocks(spec: DecoderSpec, bytes_per_token: int, options: Options, *, cross_block_bytes: int = 0) -> int:
     """How many blocks the cache gets: the option, or as many as ``kv_cache_memory`` bytes hold.
 
     Without either: what ``max_num_seqs`` sequences of the full length need, but no more than 4 GiB (or what one
-    such sequence needs, if that is more), and no more than half of the memory that is available.
+    such sequence needs, if that is more), and no more than half of the memory that is available. Behind an encoder
+    these are the blocks of the decoder's tokens; the encoder's come on top (``cross_blocks``) and are paid from the
+    same memory, ``cross_block_bytes`` each.
 
     Raises:
         InvalidArgument: the memory does not hold a single block, or more blocks than there can be.
@@ -291,23 +306,48 @@ def num_blocks(spec: DecoderSpec, bytes_per_token: int, options: Options) -> int
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
     block = bytes_per_token * options.block_size
+    of_sequence, of_source = _full_length(spec, options)
+    source = of_source * cross_block_bytes
     memory = options.kv_cache_memory
     if memory is None:
-        length = model_length(spec, options) or spec.max_position_embeddings
-        sequence = -(-length // options.block_size) * block
+        sequence = of_sequence * block + source
         memory = min(options.max_num_seqs * sequence, max(_DEFAULT_KV_MEMORY, sequence))
-        memory = max(min(memory, available_memory() // 2), block)
-    if memory < block:
-        raise InvalidArgument(f"kv_cache_memory: expected at least {block} bytes (one block), got {memory}")
+        memory = max(min(memory, available_memory() // 2), block + source)
+    if memory < block + source:
+        what = "one block" if not source else f"one block, and {of_source} for one input of the encoder"
+        raise InvalidArgument(f"kv_cache_memory: expected at least {block + source} bytes ({what}), got {memory}")
     if memory // block > _MAX_BLOCKS:
         raise InvalidArgument(f"kv_cache_memory: expected at most {_MAX_BLOCKS * block} bytes, got {memory}")
-    return memory // block
+    return min((memory - source) // block, max(1, memory * of_sequence // (of_sequence * block + source)))
+
+
+def cross_blocks(spec: DecoderSpec, options: Options, blocks: int) -> int:
+    """Blocks for what encoders give beside so many for the decoder's tokens: for as many sequences, at least one."""
+    of_sequence, of_source = _full_length(spec, options)
+    return min(max(-(-blocks * of_source // of_sequence), of_source), _MAX_BLOCKS)
+
+
+def _full_length(spec: DecoderSpec, options: Options) -> tuple[int, int]:
+    """Blocks of a sequence of the full length, and of the longest input of its encoder."""
+    length = model_length(spec, options) or spec.max_position_embeddings
+    encoder = spec.encoder
+    source = 0 if encoder is None else encoder.max_rows or encoder.stack.max_position_embeddings
+    return -(-length // options.block_size), -(-source // options.block_size)
+
+
+def _cross_block_bytes(probe: KVCache) -> int:
+    """Bytes of a block for what encoders give, from a cache with one block in each of its other groups."""
+    stats = probe.stats()
+    blocks = sum(group["total"] for group in stats["groups"] if group["kind"] == "cross")
+    others = probe.bytes_per_token * probe.block_size
+    return (stats["bytes_total"] - others) // blocks if blocks else 0
 
 
 class RandomWeights:
     """Weights that are drawn when asked for: norms are 1, biases 0, matrices normal with deviation 1 / sqrt(inputs).
 
-    They depend on the seed and the tensor's name only.
+    They depend on the seed and the tensor's name only. Large matrices repeat their first values, or drawing those of
+    some thousand million parameters would take minutes; rows begin at different places, so that none is like another.
     """
 
     source = "random weights"
@@ -339,9 +379,9 @@ class RandomWeights:
             return (np.zeros if name.endswith("bias") else np.ones)(shape, np.float32)
         generator = np.random.default_rng([self._seed, *name.encode()])
         # an embedding's rows are looked up, so its inputs are its width as well
-        values: npt.NDArray[Any] = generator.standard_normal(shape, np.float32)
+        values = generator.standard_normal(min(math.prod(shape), _MOST_DRAWN), np.float32)
         values /= np.float32(math.sqrt(shape[-1]))
-        return values
+        return np.resize(values, shape)
 
     def blocks(self, name: str) -> None:
         """None: random values are no blocks."""

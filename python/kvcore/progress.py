@@ -11,7 +11,7 @@ _PROGRESS_FROM = 8
 
 
 @contextmanager
-def progress_bar(total: int, wanted: bool | None) -> Iterator[Any]:
+def progress_bar(total: int, wanted: bool | None, *, of: str = "prompts") -> Iterator[Any]:
     """Yields ``show(number finished)``. ``wanted=None``: on a terminal, from 8 on."""
     if wanted is None:
         wanted = total >= _PROGRESS_FROM and sys.stderr.isatty()
@@ -23,5 +23,5 @@ def progress_bar(total: int, wanted: bool | None) -> Iterator[Any]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=total)
+        task = bar.add_task(of, total=total)
         yield lambda finished: bar.update(task, completed=finished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -14,10 +14,15 @@ from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from kvcore.engine.interfaces import EncoderInput
     from kvcore.text.tokenizer import Tokenizer
 
 Prompt = Any
-"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}, and "cache_salt" beside it."""
+"""A text, a list (or array) of token ids, {"prompt": text} or {"prompt_token_ids": ids}, and "cache_salt" beside it.
+
+Of an encoder-decoder a text for the encoder, or {"encoder_token_ids": ids} or {"input_features": features}, with
+optional "decoder_token_ids".
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +34,41 @@ class Asked:
         token_ids: its token ids, not checked yet.
         marks: prefixes that are to be kept.
         cache_salt: whose it is: only prompts with equal salts share blocks.
+        encoder: what the encoder is given, if there is one.
     """
 
     text: str | None
     token_ids: Any
     marks: Marks = ()
     cache_salt: str | None = None
+    encoder: EncoderInput | None = None
+
+
+class Reader(Protocol):
+    """What an encoder-decoder says of its prompts."""
+
+    @property
+    def start_token_id(self) -> int:
+        """The decoder's first token."""
+        ...
+
+    @property
+    def mel_bins(self) -> int | None:
+        """Rows of the sound's features that the encoder takes; None: it takes token ids."""
+        ...
+
+    def encoder_input(self, given: Mapping[str, Any], /) -> EncoderInput:
+        """Check what a prompt has for the encoder."""
+        ...
 
 
 class Prompts:
     """Reads the prompts and parameters of calls for one model."""
 
-    def __init__(self, tokenizer: Tokenizer | None, name: str) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, name: str, reader: Reader | None = None) -> None:
+        """``reader``: of an encoder-decoder; it says what the encoder takes."""
         self._tokenizer = tokenizer
+        self.reader = reader
         self._name = name
 
     def inputs(self, prompts: Prompt | list[Prompt]) -> list[Asked]:
@@ -57,7 +84,19 @@ class Prompts:
             raise InvalidArgument("prompts: expected at least one prompt, got an empty list")
         return [self._input(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
 
+    def encoder_input(self, given: Any, where: str = "encoder") -> EncoderInput | None:
+        """What a call has for the encoder alone, a dict as a prompt has it. Raises as ``inputs``."""
+        if given is None and self.reader is None:
+            return None
+        if self.reader is None:
+            raise InvalidArgument(f"{where}: expected None, because {self._name} has no encoder, got an input for one")
+        if isinstance(given, Mapping) and "decoder_token_ids" in given:
+            raise InvalidArgument(f"{where}: expected an input for the encoder alone, got 'decoder_token_ids' as well")
+        return self._input(given, where).encoder
+
     def _input(self, prompt: Prompt, where: str) -> Asked:
+        if self.reader is not None:
+            return self._encoder_decoder_input(self.reader, prompt, where)
         salt = None
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
@@ -80,6 +119,27 @@ class Prompts:
         if len(prompt) == 0:
             raise InvalidArgument(f"{where}: expected at least one token, got none")
         return Asked(None, prompt, cache_salt=salt)
+
+    def _encoder_decoder_input(self, reader: Reader, prompt: Prompt, where: str) -> Asked:
+        source = "encoder_token_ids" if reader.mel_bins is None else "input_features"
+        expected = f"{where}: expected a dict with {source!r} and perhaps 'decoder_token_ids'"
+        given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(given, Mapping):
+            raise InvalidArgument(f"{expected}, as {self._name} has an encoder, got {type(prompt).__name__}")
+        beside = {"decoder_token_ids", "cache_salt"}
+        sources = set(given) - beside
+        if len(sources) > 1 or not sources <= {"prompt", "encoder_token_ids", "input_features"}:
+            raise InvalidArgument(f"{expected}, got the keys {list(given)}")
+        text, start = given.get("prompt"), given.get("decoder_token_ids")
+        salt = check_salt(given.get("cache_salt"), f"{where}['cache_salt']")
+        if "prompt" in given:
+            if not isinstance(text, str) or reader.mel_bins is not None:
+                raise InvalidArgument(f"{expected}, got {'a text' if isinstance(text, str) else type(text).__name__}")
+            if not text:
+                raise InvalidArgument(f"{where}: expected a text that is not empty, got ''")
+            given = {source: self.encode(text, add_special_tokens=True)}
+        token_ids = [reader.start_token_id] if start is None else start
+        return Asked(text, token_ids, cache_salt=salt, encoder=reader.encoder_input(given))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises InvalidArgument without a tokenizer."""

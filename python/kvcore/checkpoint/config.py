@@ -163,6 +163,9 @@ class ConfigReader:
         return default
 
 
+_SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
     """How a model wants to be sampled.
@@ -172,12 +175,16 @@ class GenerationConfig:
             several; all of them count, those of generation_config.json first.
         bos_token_id: the id that starts a text, if there is one.
         pad_token_id: the id that fills up, if there is one.
+        suppress_tokens: ids that are never said (Whisper).
+        begin_suppress_tokens: ids that are not said first.
         defaults: all other keys of generation_config.json as found (``temperature``, ``top_p``, ``do_sample``, ...).
     """
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
@@ -195,9 +202,14 @@ class GenerationConfig:
         for key in ("bos_token_id", "pad_token_id"):
             ids = [ids[0] for reader in readers if (ids := reader.token_ids(key))]
             single[key] = ids[0] if ids else None
-        known = {"eos_token_id", *single}
+        never, not_first = (
+            next((ids for reader in readers if (ids := reader.token_ids(key))), ()) for key in _SUPPRESSED
+        )
+        known = {"eos_token_id", *single, *_SUPPRESSED}
         defaults = {k: v for k, v in (generation or {}).items() if k not in known and not k.startswith("_")}
-        return cls(tuple(eos), single["bos_token_id"], single["pad_token_id"], MappingProxyType(defaults))
+        return cls(
+            tuple(eos), single["bos_token_id"], single["pad_token_id"], never, not_first, MappingProxyType(defaults)
+        )
 
 
 def load_config(path: str | Path) -> Config:

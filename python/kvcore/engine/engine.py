@@ -29,7 +29,7 @@ import numpy as np
 from kvcore.engine import policy
 from kvcore.engine.batch import adapter_rows, batch_rows
 from kvcore.engine.intake import Intake, Marks
-from kvcore.engine.interfaces import Adapter, Cache, FloatArray, Model
+from kvcore.engine.interfaces import Adapter, Cache, EncoderInput, FloatArray, Model
 from kvcore.engine.logits import Constraint
 from kvcore.engine.metrics import EngineMetrics
 from kvcore.engine.next_tokens import NextTokens, StepOutput
@@ -118,9 +118,11 @@ class Engine:
         """Whether any request has not ended."""
         return bool(self._requests)
 
-    def check_request(self, prompt_token_ids: Any, params: SamplingParams | BeamSearchParams) -> list[int]:
+    def check_request(
+        self, prompt_token_ids: Any, params: SamplingParams | BeamSearchParams, encoder: EncoderInput | None = None
+    ) -> list[int]:
         """Say whether ``add_request`` would take a request, and return its prompt as a list. See ``Intake.check``."""
-        return self._intake.check(prompt_token_ids, params)
+        return self._intake.check(prompt_token_ids, params, encoder)
 
     def add_request(
         self,
@@ -135,6 +137,7 @@ class Engine:
         marks: Marks = (),
         make_constraint: Callable[[], Constraint] | None = None,
         adapter: Adapter | None = None,
+        encoder: EncoderInput | None = None,
     ) -> Sequence:
         """Put a request in the queue.
 
@@ -154,6 +157,7 @@ class Engine:
             marks: prefixes of the prompt that the cache shall keep for a time of their own.
             make_constraint: makes the grammar that an answer must follow, a new one for each.
             adapter: changes the model for this request.
+            encoder: what the encoder is given, where there is one; the prompt is then the decoder's.
 
         Returns:
             The sequence, which tells how far the request has got; others are its ``siblings``.
@@ -174,6 +178,7 @@ class Engine:
             marks=marks,
             make_constraint=make_constraint,
             adapter=adapter,
+            encoder=encoder,
         )
         first = sequences[0]
         self._requests[request_id] = sequences
@@ -227,19 +232,26 @@ class Engine:
                 raise
             raise
 
-    def logits(self, token_ids: Any, adapter: Adapter | None = None) -> FloatArray:
+    def logits(
+        self,
+        token_ids: Any,
+        adapter: Adapter | None = None,
+        encoder: EncoderInput | None = None,
+        maps: list[dict[int, FloatArray]] | None = None,
+    ) -> FloatArray:
         """The logits of every position, float32 [len(token_ids), vocab], in one go: nothing else runs meanwhile.
 
         The tokens are computed in chunks of ``max_num_batched_tokens`` (or as many as a window's pool holds). Nothing
-        is read from the prefix cache or left in it.
+        is read from the prefix cache or left in it. ``maps`` takes for each chunk the weights of each layer's
+        cross-attention, see ``Model.forward``.
 
         Raises:
             InvalidArgument, TypeError: as ``check_request``.
             OutOfBlocks: more blocks needed than there are, or than running requests leave.
         """
-        token_ids = self._intake.check_prompt(token_ids)
+        token_ids = self._intake.check_prompt(token_ids, encoder)
         total, space = len(token_ids), self._scheduler.space
-        needed, free = space.to_come(0, 0, total), space.free()
+        needed, free = space.to_come(0, 0, total, encoder), space.free()
         if any(need > have for need, have in zip(needed, free, strict=True)):
             raise OutOfBlocks(
                 f"{total} tokens need {max(needed)} blocks of {space.block_size}, and {min(free)} are available: "
@@ -249,6 +261,8 @@ class Engine:
         handles: list[Any] = []
         try:
             handles.extend(map(partial(self._cache.add, use_prefix=False), (token_ids,)))  # as Scheduler._open
+            if encoder is not None:
+                self._model.encode(handles[0], encoder)
             for start in range(0, total, space.max_chunk):
                 n = min(space.max_chunk, total - start)
                 batch = self._cache.plan([(handles[0], n)])
@@ -256,7 +270,10 @@ class Engine:
                 ids = np.array(token_ids[start : start + n], np.int64)
                 lens = np.full(n, self._model.context_len(total, total), np.int64)
                 rows = positions - start
-                options = {} if adapter is None else {"adapters": [(adapter, rows)]}
+                options: dict[str, Any] = {} if adapter is None else {"adapters": [(adapter, rows)]}
+                if maps is not None:
+                    maps.append({})
+                    options["maps"] = maps[-1]
                 result[start : start + n] = self._model.forward(batch, ids, positions, lens, rows, **options)
                 self._cache.commit(batch)
                 self.metrics.num_steps += 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcore.engine import policy
 from kvcore.engine.beams import BeamSearch
-from kvcore.engine.interfaces import Adapter
+from kvcore.engine.interfaces import Adapter, EncoderInput
 from kvcore.engine.logits import Adjuster, Constraint
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import make_generator
@@ -53,7 +53,9 @@ class Intake:
         self._seed = seed
         self._speculation = speculation
 
-    def check(self, prompt_token_ids: Any, params: SamplingParams | BeamSearchParams) -> list[int]:
+    def check(
+        self, prompt_token_ids: Any, params: SamplingParams | BeamSearchParams, encoder: EncoderInput | None = None
+    ) -> list[int]:
         """Say whether a request can be answered, and return its prompt as a list.
 
         Raises:
@@ -62,7 +64,7 @@ class Intake:
             OutOfBlocks: a prompt that would not fit into the cache even if nothing else were in it.
             TypeError: something that is no list of token ids.
         """
-        token_ids = self.check_prompt(prompt_token_ids)
+        token_ids = self.check_prompt(prompt_token_ids, encoder)
         if isinstance(params, SamplingParams):
             params.check_vocab(self.vocab_size)
             return token_ids
@@ -79,7 +81,7 @@ class Intake:
             )
         return token_ids
 
-    def check_prompt(self, prompt_token_ids: Any) -> list[int]:
+    def check_prompt(self, prompt_token_ids: Any, encoder: EncoderInput | None = None) -> list[int]:
         """Say whether a prompt can ever be computed, and return it as a list. Raises as ``check``."""
         token_ids = as_token_ids(prompt_token_ids, self.vocab_size)
         length, space = len(token_ids), self._space
@@ -87,6 +89,8 @@ class Intake:
             raise InvalidArgument(
                 f"prompt: expected at most {self._max_model_len} tokens (max_model_len), got {length} tokens"
             )
+        if space.cross is not None:
+            self._check_encoder(encoder, space.cross)
         needed, blocks = space.blocks(length), space.blocks(space.capacity)
         if needed > blocks:
             raise OutOfBlocks(
@@ -94,6 +98,16 @@ class Intake:
                 f"{blocks} available"
             )
         return token_ids
+
+    def _check_encoder(self, encoder: EncoderInput | None, available: int) -> None:
+        if encoder is None:
+            raise InvalidArgument("prompt: expected an input for the encoder, got none")
+        needed = self._space.blocks(encoder.num_tokens)
+        if needed > available:
+            raise OutOfBlocks(
+                f"an encoder input of {encoder.num_tokens} tokens can never fit: {needed} blocks of "
+                f"{self._space.block_size} needed, {available} available"
+            )
 
     def make(
         self,
@@ -108,9 +122,10 @@ class Intake:
         marks: Marks,
         make_constraint: Callable[[], Constraint] | None,
         adapter: Adapter | None = None,
+        encoder: EncoderInput | None = None,
     ) -> list[Sequence]:
         """The sequences of a request, ``arrival`` being its number; the first computes the prompt."""
-        token_ids = self.check(prompt_token_ids, params)
+        token_ids = self.check(prompt_token_ids, params, encoder)
         beams = params.beam_width if isinstance(params, BeamSearchParams) else 1
         max_new_tokens = self._max_new_tokens(len(token_ids), params.max_tokens, beams)
         count = params.num_sequences if isinstance(params, SamplingParams) else beams
@@ -137,6 +152,7 @@ class Intake:
                 logprobs=None if sampling.logprobs is None else [],
                 adapter=adapter,
                 drafts=self._drafts(use_cache and beams == 1),
+                encoder=encoder,
             )
             sequences.append(seq)
         first = sequences[0]

@@ -44,7 +44,14 @@ class Cache(Protocol):
         ...
 
     def add(
-        self, token_ids: Any, salt: Any = None, /, *, adapter: str | None = None, use_prefix: bool = True
+        self,
+        token_ids: Any,
+        salt: Any = None,
+        /,
+        *,
+        adapter: str | None = None,
+        extra: bytes | None = None,
+        use_prefix: bool = True,
     ) -> Handle:
         """Register a sequence; with ``use_prefix`` it starts with the blocks of its longest cached prefix."""
         ...
@@ -67,6 +74,10 @@ class Cache(Protocol):
 
     def fork(self, seq: Any, /) -> Any:
         """A second sequence with the same tokens that shares all blocks."""
+        ...
+
+    def share_cross(self, seq: Any, source: Any, /) -> None:
+        """Give a sequence what another one has of its encoder. Asked only of models with one."""
         ...
 
     def reorder(self, seqs: Any, parents: Any, /) -> list[Any]:
@@ -95,6 +106,20 @@ class Adapter(Protocol):
         ...
 
 
+class EncoderInput(Protocol):
+    """What the encoder of an encoder-decoder is given for a request."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that the encoder makes of it, for whose keys and values the cache has blocks of their own."""
+        ...
+
+    @property
+    def key(self) -> bytes:
+        """Differs for inputs that differ in anything."""
+        ...
+
+
 class Model(Protocol):
     """A decoder that keeps its keys and values in a cache."""
 
@@ -119,6 +144,10 @@ class Model(Protocol):
         """What a request of this ``context_len`` adds to its block keys, where keys depend on more than the tokens."""
         ...
 
+    def encode(self, seq: Any, source: Any, /) -> None:
+        """Run the encoder and keep what it gives for a sequence of the cache. Asked only of models with one."""
+        ...
+
     def forward(
         self,
         batch: Any,
@@ -128,9 +157,11 @@ class Model(Protocol):
         logit_rows: IntArray,
         /,
         adapters: Any = (),
+        maps: Any = None,
     ) -> FloatArray:
         """Run the planned rows; logits float32 [len(logit_rows), vocab] of the rows asked for.
 
-        ``adapters``: pairs of an adapter and the rows that have it, int64, ascending.
+        ``adapters``: pairs of an adapter and the rows that have it, int64, ascending. ``maps``: a dict for each layer's
+        weights of cross-attention. Both are given only where they are asked for.
         """
         ...

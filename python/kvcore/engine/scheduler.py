@@ -168,7 +168,7 @@ class Scheduler:
         """Blocks that are free and that no running sequence needs for the tokens it has, of each group of layers."""
         room = self.space.free()
         for seq in self.running:
-            room = [have - need for have, need in zip(room, self._to_come(seq), strict=True)]
+            room = _minus(room, self._to_come(seq))
         return room
 
     def _choose(self, *, admit: bool) -> None:
@@ -261,14 +261,17 @@ class Scheduler:
         # Opening has taken shared blocks out of the free ones, and off what it still needs.
         left = self.room()
         for member in seq.unit:
-            left = [have - need for have, need in zip(left, self._to_come(member), strict=True)]
-        if min(left) < (self._headroom if self.running else 0):
+            left = _minus(left, self._to_come(member))
+        if self._encoded_alike(seq) is None:
+            left = _minus(left, self.space.to_come(0, 0, 0, seq.encoder))
+        if not self.space.has_room(left, self._headroom if self.running else 0):
             for member in seq.unit:
                 self._close(member)
             self._refused = (seq, room)
             self.moving = None
             return False
         self._refused = None
+        self._encode(seq.unit)
         self.waiting.remove(seq)
         for member in seq.unit:
             if not member.started:
@@ -298,7 +301,8 @@ class Scheduler:
         # a prefix that ends inside of a block is copied before the first write
         copies = seq.num_stored == seq.num_cached_tokens and seq.num_stored % self.space.block_size != 0
         tokens = min(self._reserved(seq), self.space.capacity)
-        return self.space.to_come(seq.num_stored, copies, tokens)
+        encoder = None if seq.handles or seq is not seq.unit[0] else seq.encoder
+        return self.space.to_come(seq.num_stored, copies, tokens, encoder)
 
     def _context_len(self, seq: Sequence) -> int:
         return self._model.context_len(seq.prompt_len, len(seq.token_ids))
@@ -311,17 +315,23 @@ class Scheduler:
         salt = seq.salt.encode(errors="surrogatepass")
         return b"salt %d %d " % (len(salt), of_model is None) + salt + (of_model or b"")
 
-    def _key(self, seq: Sequence) -> tuple[bytes | None, str | None]:
-        return self._salt(seq), None if seq.adapter is None else seq.adapter.identity
+    def _key(self, seq: Sequence) -> tuple[bytes | None, dict[str, Any]]:
+        """What the keys of its blocks have beside the tokens, as ``Cache.add`` takes it."""
+        options: dict[str, Any] = {}
+        if seq.adapter is not None:
+            options["adapter"] = seq.adapter.identity
+        if seq.encoder is not None:
+            options["extra"] = seq.encoder.key
+        return self._salt(seq), options
 
     def _enter(self, seq: Sequence) -> None:
         self.moving = seq
         self._open(seq)
+        self._encode([seq])
         self.moving = None
 
     def _open(self, seq: Sequence) -> None:
-        salt, adapter = self._key(seq)
-        options = {} if adapter is None else {"adapter": adapter}
+        salt, options = self._key(seq)
         add = partial(self._cache.add, use_prefix=seq.use_prefix, **options)
         # One C call from the cache's answer to the list: no byte code between them at which an interrupt could lose it.
         seq.handles.extend(map(add, (seq.token_ids,), (salt,)))
@@ -331,6 +341,23 @@ class Scheduler:
             seq.context_len, seq.num_reached = context_len, seq.num_stored
         for num_tokens, ttl in seq.marks:
             self._cache.mark(seq.handles[0], num_tokens, ttl=ttl)
+
+    def _encode(self, unit: list[Sequence]) -> None:
+        """Run the encoder for sequences that have just been opened, unless others have what it gives; all share it."""
+        source = self._encoded_alike(unit[0])
+        for seq in unit if unit[0].encoder is not None else ():
+            if source is None:
+                self._model.encode(seq.handles[0], seq.encoder)
+                source = seq
+            else:
+                self._cache.share_cross(seq.handles[0], source.handles[0])
+
+    def _encoded_alike(self, seq: Sequence) -> Sequence | None:
+        """A running sequence with the same encoder input. (Who does without the cache does without this, too.)"""
+        if seq.encoder is None or not seq.use_cache:
+            return None
+        alike = (other for other in self.running if other.encoder is not None and other.handles and other.use_cache)
+        return next((other for other in alike if self._key(other) == self._key(seq)), None)
 
     def _close(self, seq: Sequence) -> None:
         seq.num_stored = 0
@@ -345,3 +372,7 @@ class Scheduler:
 
 def _order(seq: Sequence) -> tuple[int, ...]:
     return seq.order
+
+
+def _minus(have: list[int], need: list[int]) -> list[int]:
+    return [a - b for a, b in zip(have, need, strict=True)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.engine.interfaces import Adapter, Handle
+from kvcore.engine.interfaces import Adapter, EncoderInput, Handle
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import Logprob
 from kvcore.engine.sampling_params import SamplingParams
@@ -55,6 +55,7 @@ class Sequence:
             them already.
         ahead: next tokens that were sampled from rows that are computed, and are not in ``token_ids`` yet: each step
             gives it one. More than one only behind an accepted draft.
+        encoder: what the encoder is given, where there is one. All that are given the same share what it gives.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         context_len: the length that its stored keys follow, see ``Model.context_len``.
@@ -93,6 +94,7 @@ class Sequence:
     drafts: Drafts | None = None
     draft: list[int] = field(default_factory=list)
     ahead: list[StepOutput] = field(default_factory=list)
+    encoder: EncoderInput | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
     context_len: int = 0

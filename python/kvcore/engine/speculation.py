@@ -10,9 +10,10 @@ A draft costs rows of a batch, no tokens: the step computes the rows of the last
 samples one after the other as ever. As long as what is sampled is what the draft says, the next row is the right one.
 Answers that repeat their prompt (summaries, edits, code) or themselves get several tokens from one forward pass.
 
-Rows are not free where weights are small, so drafts follow their success: one that was right to its end lets the next be
-twice as long, another lets it be one token longer than what was right of this. After three in a row without any right token
-the sequence makes none for 8 tokens, then for 16, and so on up to 128. That depends on the sequence alone, as drafts do.
+Rows are not free where weights are small, so drafts follow their success: one that was right to its end lets the next
+be twice as long, another lets it be one token longer than what was right of this. After three in a row without any right
+token the sequence makes none for 8 tokens, then for 16, and so on up to 128. That depends on the sequence alone, as
+drafts do.
 
 Source: Prompt Lookup Decoding (Saxena, 2023); verification: Leviathan et al., Fast Inference from Transformers via
 Speculative Decoding (2023), in its exact form, where a draft counts only if it is what is sampled anyway.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvcore._kvcore import rope_split
 from kvcore.models.norm import project
+from kvcore.models.relative import bias_options
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Batch, KVCache
@@ -31,10 +32,12 @@ class Step:
     Attributes:
         batch: the planned rows.
         angles: cosines and sines of each rope, float32 [rows, rotary_dim / 2]; of None without columns.
+        maps: takes the weights of each layer's cross-attention, if given.
     """
 
     batch: Batch
     angles: dict[RopeSpec | None, tuple[FloatArray, FloatArray]]
+    maps: dict[int, FloatArray] | None = None
 
 
 class Attention:
@@ -65,6 +68,8 @@ class Attention:
             self._scoring["softcap"] = attention.softcap
         if attention.sinks:
             self._scoring["sinks"] = read.vector("sinks", layer)
+        if attention.relative is not None:
+            self._scoring |= bias_options(attention.relative, read.vector("relative_bias.weight", layer))
 
     def __call__(self, x: FloatArray, step: Step) -> FloatArray:
         """x [rows, hidden_size]; the result is [rows, num_heads * head_dim]."""

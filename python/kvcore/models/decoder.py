@@ -21,14 +21,12 @@ import numpy.typing as npt
 
 from kvcore._kvcore import softcap
 from kvcore.errors import CheckpointError
-from kvcore.models.attention import Attention, Step
-from kvcore.models.mla import LatentAttention
-from kvcore.models.mlp import Mlp
-from kvcore.models.moe import Moe
-from kvcore.models.norm import Residual
+from kvcore.models.attention import Step
+from kvcore.models.embedding import Embedding
+from kvcore.models.layer import Layer
+from kvcore.models.norm import project
 from kvcore.models.reader import Reader
 from kvcore.models.rope_table import RopeTable
-from kvcore.models.spec import MoeSpec
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Batch, KVCache
@@ -40,9 +38,6 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
-
-_ROWS = 256
-"""Rows that go through an MLP together: what is between its products stays in a core's cache."""
 
 
 class Decoder:
@@ -57,6 +52,9 @@ class Decoder:
             are taken as they are, if all matrices with one input are of one kind, all else is rounded. The output
             matrix, whose errors nothing evens out, is rounded to 8 bits at least. "auto": each matrix as it is stored,
             in ``dtype``, in 4 bits, or (5 bits and more) in 8. None: ``dtype``.
+
+    Attributes:
+        weight_format: what most weights of matrices are held in, as ``Linear`` has it.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape or type than the spec says.
@@ -74,20 +72,32 @@ class Decoder:
         self.spec = spec
         self.cache = cache
         self._ropes = {rope: RopeTable(rope) for rope in spec.ropes}
-        self._embedding = read.matrix("embed_tokens.weight")
-        has_positions = read.has("position_embedding.weight")
-        self._positions = read.vector("position_embedding.weight") if has_positions else None
-        self._output = read.output(self._embedding)
-        self._norm = read.norm("norm")
-        self._layers = [_Layer(read, layer, cache) for layer in range(spec.num_layers)]
-        self._nbytes = read.nbytes
+        self._embedding = Embedding(read)
+        self._output = read.output(self._embedding.table)
+        self._norm = read.optional_norm("norm")
+        self._layers = [Layer(read, layer, cache) for layer in range(spec.num_layers)]
+        self._nbytes = read.nbytes + self._read_more(weights, dtype, quantization)
+        self.weight_format = read.formats.most_common(1)[0][0]
         self._adapters = read.adapters
         read.warn_of_unused()
+
+    def _read_more(self, weights: Weights, dtype: str, quantization: str | None) -> int:
+        """Read what is there beside the decoder; how many bytes it takes."""
+        return 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are held."""
         return self._nbytes
+
+    def step_nbytes(self, num_tokens: int) -> int:
+        """Bytes of weights that a step of so many tokens reads, one of each request.
+
+        Of tables those rows that are looked up; of experts those that are chosen, if all are as likely.
+        """
+        tables = self._embedding.tables
+        skipped: int = sum(max(0, len(table) - num_tokens) * table[0].nbytes for table in tables)
+        return self._nbytes - skipped - sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
 
     def adapter(self, lora: LoraWeights) -> Adapter:
         """Pack an adapter for this decoder.
@@ -121,6 +131,7 @@ class Decoder:
         logit_rows: IntArray,
         /,
         adapters: Sequence[Rows] = (),
+        maps: dict[int, FloatArray] | None = None,
     ) -> FloatArray:
         """Run the planned rows and write their K and V; the caller plans before and commits after.
 
@@ -131,30 +142,28 @@ class Decoder:
             context_lens: int64 [rows], ``context_len`` of each row's request (for rope that depends on it).
             logit_rows: int64 [n], the rows whose logits are wanted.
             adapters: adapters that ``adapter`` made, each with the rows that have it, int64, ascending.
+            maps: takes the cross-attention's weights of each layer, float32 [rows, heads, encoder rows], if given: of
+                a batch with one sequence.
 
         Returns:
             float32 [n, vocab_size].
         """
         spec = self.spec
         self._adapters.rows = adapters
-        x: FloatArray = self._embedding[token_ids].astype(np.float32)
-        if spec.embedding_scale != 1:
-            x *= np.float32(spec.embedding_scale)
-        if self._positions is not None:
-            x += self._positions[positions]
-        step = Step(batch, self._angles(positions, context_lens))
+        x = self._embedding(token_ids, positions)
+        step = Step(batch, self._angles(positions, context_lens), maps)
         for layer in self._layers[:-1]:
-            layer.finish(x, layer.attention(x, step))
+            layer.finish(x, layer.attention(x, step), step)
         # Behind the last layer's K and V only the wanted rows matter.
         last = self._layers[-1]
         attended = last.attention(x, step)
-        if len(logit_rows) < len(x):
+        if len(logit_rows) < len(x) and last.cross is None:
             x, attended = x[logit_rows], attended[logit_rows]
             self._adapters.keep(logit_rows)
-        last.finish(x, attended)
+        last.finish(x, attended, step)
         if len(x) != len(logit_rows):
             x = x[logit_rows]
-        logits = self._norm.into(self._output, x)
+        logits = project(self._output, x, self._norm)
         if spec.logit_scale != 1:
             logits *= np.float32(spec.logit_scale)
         if spec.logit_softcap is not None:
@@ -169,43 +178,3 @@ class Decoder:
         for rope, table in self._ropes.items():
             angles[rope] = table.cos_sin(positions, context_lens)
         return angles
-
-
-class _Layer:
-    """One layer's packed weights."""
-
-    def __init__(self, read: Reader, layer: int, cache: KVCache) -> None:
-        spec = read.spec.layers[layer]
-        scale = read.spec.residual_scale
-        latent = spec.attention.latent
-        self.attention: Attention | LatentAttention
-        if latent is None:
-            self.attention = Attention(read, layer, cache)
-        else:
-            self.attention = LatentAttention(read, layer, latent, cache)
-        self._output = read.adapted(("o_proj",), layer)
-        self._residual = Residual(read.optional_norm("post_attention_norm", layer), scale)
-        norm = read.optional_norm("mlp_norm", layer)
-        if norm is None and spec.parallel:
-            norm = read.optional_norm("input_norm", layer)
-        residual = Residual(read.optional_norm("post_mlp_norm", layer), scale)
-        self._mlp: Mlp | Moe
-        if isinstance(spec.mlp, MoeSpec):
-            self._mlp = Moe(read, layer, spec.mlp, norm, residual)
-        else:
-            self._mlp = Mlp(read, layer, spec.mlp, norm, residual)
-        self._parallel = spec.parallel
-        self._adapters = read.adapters
-
-    def finish(self, x: FloatArray, attended: FloatArray) -> None:
-        """Add attention's output and the MLP's to x, in place."""
-        for rows in self._adapters.pieces(len(x), _ROWS):
-            self._finish(x[rows], attended[rows])
-
-    def _finish(self, x: FloatArray, attended: FloatArray) -> None:
-        inner = self._mlp.open(x) if self._parallel else None
-        if self._residual.plain:
-            self._output.add_forward(attended, x)
-        else:
-            self._residual.add(self._output(attended), x)
-        self._mlp.close(self._mlp.open(x) if inner is None else inner, x)

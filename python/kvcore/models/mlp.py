@@ -24,13 +24,15 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class GatedMlp:
-    """An MLP's packed weights, without a norm: a layer's, or an expert's."""
+    """An MLP's packed weights, ``nbytes`` of them, without a norm: a layer's, or an expert's."""
 
     def __init__(self, read: Reader, layer: int, activation: ActivationSpec, *, role: str = "", gated: bool = True):
         """``role`` goes before the roles of its tensors."""
+        before = read.nbytes
         pack = read.linear if role else read.adapted  # experts take no adapters
         self._up = pack((f"{role}gate_proj", f"{role}up_proj") if gated else (f"{role}up_proj",), layer)
         self._down = pack((f"{role}down_proj",), layer)
+        self.nbytes = read.nbytes - before
         self._gated = gated
         self._activation = activation.name
         self._numbers: dict[str, Any] = {}

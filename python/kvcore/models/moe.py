@@ -49,6 +49,11 @@ class Moe:
         self._shared = GatedMlp(read, layer, spec.activation, role="shared.") if shared else None
         self._shared_gate = read.linear(("shared_gate",), layer, dtype="float32") if spec.shared_gate else None
 
+    def idle_nbytes(self, num_tokens: int) -> int:
+        """Bytes of the experts that none of so many tokens chooses, on average, if all are as likely."""
+        chosen = self._routing["top_k"] / len(self._experts)
+        return int(sum(expert.nbytes for expert in self._experts) * (1 - chosen) ** num_tokens)
+
     def open(self, x: FloatArray) -> FloatArray:
         """What ``close`` needs of x [rows, hidden_size]."""
         return x.copy() if self._norm is None else self._norm(x)

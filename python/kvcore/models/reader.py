@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +43,7 @@ class Reader:
         threads: the pool that packs, and runs the products.
         adapters: where adapters can be applied to what was read.
         nbytes: bytes of all that was read, as it is held.
+        formats: weights of packed matrices by what they are held in.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type than the spec says.
@@ -55,6 +57,7 @@ class Reader:
         self.spec = spec
         self.threads = threads
         self.nbytes = 0
+        self.formats = Counter[str]()
         self.adapters = Adapters(threads)
         self._weights = weights
         self._dtype = dtype
@@ -68,8 +71,8 @@ class Reader:
         return role in tensors and self.spec.tensor(role, layer).find(self._weights) is not None
 
     def vector(self, role: str, layer: int | None = None) -> FloatArray:
-        """A tensor as float32."""
-        return self._count(np.ascontiguousarray(self._read(role, layer), np.float32))
+        """A tensor as float32; a copy, as a view would keep the whole file mapped."""
+        return self._count(np.array(self._read(role, layer), np.float32, order="C"))
 
     def matrix(self, role: str) -> npt.NDArray[Any]:
         """A tensor in the type that weights are held in, for its rows to be looked up."""
@@ -82,19 +85,20 @@ class Reader:
         if eps is not None:
             return Norm("rms", weight, None, eps, self.threads)
         if spec.offset:
-            weight = weight + np.float32(spec.offset)  # a copy: the file may hold it as float32, mapped
+            weight += np.float32(spec.offset)
         bias = self.vector(f"{role}.bias", layer) if self.has(f"{role}.bias", layer) else None
         return Norm(spec.kind, weight, bias, spec.eps, self.threads)
 
-    def optional_norm(self, role: str, layer: int) -> Norm | None:
+    def optional_norm(self, role: str, layer: int | None = None) -> Norm | None:
         """The same, or None if the model has no such norm."""
         return self.norm(role, layer) if self.has(f"{role}.weight", layer) else None
 
     def output(self, embedding: npt.NDArray[Any]) -> Linear:
         """The output matrix: the embedding's own, or one of its own."""
         weight = read_output(self.spec, self._weights)
+        bias = self.vector("lm_head.bias").reshape(-1) if self.has("lm_head.bias") else None
         if self._quantization is None:
-            return self.pack(embedding if weight is None else weight)
+            return self.pack(embedding if weight is None else weight, bias)
         tensor = self.spec.tensor("embed_tokens.weight" if weight is None else "lm_head.weight")
         blocks = tensor.read_blocks(self._weights)
         if self._quantization == "auto":
@@ -103,8 +107,8 @@ class Reader:
             own = None if blocks is None else _HELD.get(blocks[0])
             dtype = "int4" if own == self._quantization == "int4" else "int8"
         if blocks is not None and _HELD.get(blocks[0]) == dtype:
-            return self._of_blocks(*blocks, None)
-        return self.pack(tensor.read(self._weights), dtype=dtype)
+            return self._of_blocks(*blocks, bias)
+        return self.pack(tensor.read(self._weights), bias, dtype=dtype)
 
     def adapted(self, names: Sequence[str], layer: int) -> AdaptedLinear:
         """The same as ``linear``, for adapters to add to."""
@@ -177,6 +181,8 @@ class Reader:
 
     def _count(self, held: _T) -> _T:
         self.nbytes += held.nbytes
+        if isinstance(held, Linear):
+            self.formats[held.dtype] += held.in_features * held.out_features
         return held
 
 

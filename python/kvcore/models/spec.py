@@ -3,10 +3,11 @@
 A family file turns config.json into a ``DecoderSpec``; whatever runs or checks a model reads the spec alone and knows
 no family.
 
-    x = embed_tokens[ids] * embedding_scale (+ position_embedding[positions])
+    x = embedding_norm(embed_tokens[ids] * embedding_scale (+ position_embedding[positions]))
     for each layer:
-        a = attention(input_norm(x)) @ o_proj;    x += residual_scale * post_attention_norm(a)
-        m = mlp(mlp_norm(x));                     x += residual_scale * post_mlp_norm(m)
+        a = attention(input_norm(x)) @ o_proj;    x = after_attention_norm(x + residual_scale * post_attention_norm(a))
+        c = cross(cross_norm(x)) @ cross_o_proj;  x = after_cross_norm(x + c)             behind an encoder
+        m = mlp(mlp_norm(x));                     x = after_mlp_norm(x + residual_scale * post_mlp_norm(m))
     logits = softcap(norm(x) @ lm_head * logit_scale)
 
 A norm is there if its tensor is. In a parallel layer attention and MLP both read the x from before the layer, and the
@@ -70,6 +71,21 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class RelativeSpec:
+    """A bias of scores by the distance from token to query, in buckets that widen with it (T5, Raffel et al., 2020).
+
+    Attributes:
+        buckets: values that each head has.
+        max_distance: tokens from here on share the last bucket.
+        both_sides: whether tokens ahead of the query have half of the buckets: in encoders.
+    """
+
+    buckets: int
+    max_distance: int
+    both_sides: bool = False
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """One layer's attention.
 
@@ -81,6 +97,7 @@ class AttentionSpec:
         sinks: whether each head has a score of its own in the softmax, without a value.
         qk_norm: queries and keys are normalised before rope: each head alone, all heads of a token together, or not.
         latent: multi-head latent attention, if it is that.
+        relative: a bias by distance, if it has one.
     """
 
     scale: float | None = None
@@ -90,6 +107,7 @@ class AttentionSpec:
     sinks: bool = False
     qk_norm: Literal["head", "all"] | None = None
     latent: LatentSpec | None = None
+    relative: RelativeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -169,17 +187,36 @@ class LayerSpec:
         mlp: what follows.
         tensors: its tensors by role; ``{layer}`` in names stands for its index, so layers that are alike share this.
         parallel: whether attention and MLP read the same x.
+        cross: how it attends to an encoder's output, if there is one.
     """
 
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec
     tensors: Mapping[str, TensorSpec] = field(repr=False, hash=False)
     parallel: bool = False
+    cross: AttentionSpec | None = None
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What a decoder attends to.
+
+    Attributes:
+        stack: its layers, and what comes before and behind them; it has no output matrix.
+        start_token_id: the decoder's first token.
+        mel_bins: rows of the sound's features that it takes; None: it takes token ids.
+        max_rows: the most rows that it gives; None: any number.
+    """
+
+    stack: DecoderSpec
+    start_token_id: int
+    mel_bins: int | None = None
+    max_rows: int | None = None
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only model.
+    """A decoder, alone or behind an encoder.
 
     Attributes:
         family: the ``model_type`` it was made from.
@@ -196,6 +233,8 @@ class DecoderSpec:
         ignored_tensors: patterns (``*``) of names that may be in a file and mean nothing.
         embedding_scale, residual_scale, logit_scale: what embeddings, a block's output and logits are multiplied by.
         logit_softcap: bounds logits by ``softcap * tanh(logit / softcap)``.
+        sinusoidal: whether position embeddings are computed where the checkpoint has none (Marian).
+        encoder: what its layers with cross-attention attend to.
     """
 
     family: str
@@ -214,6 +253,8 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    sinusoidal: bool = False
+    encoder: EncoderSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -224,6 +265,12 @@ class DecoderSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The rotary embeddings that layers have, each once, in the order of the layers."""
         return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
+
+    @property
+    def takes_any_length(self) -> bool:
+        """Whether ``max_position_embeddings`` is no limit: positions are distances, or rope follows the length."""
+        relative = any(layer.attention.relative is not None for layer in self.layers)
+        return relative or any(rope.kind == "dynamic" for rope in self.ropes)
 
     def tensor(self, role: str, layer: int | None = None) -> TensorSpec:
         """The tensor with this role, of this layer if one is given, with its full name.
@@ -239,15 +286,19 @@ class DecoderSpec:
         return tensor if layer is None else tensor.of_layer(layer)
 
     def all_tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor of the model, with its full name."""
+        """Every tensor of the model, its encoder's among them, with its full name."""
+        if self.encoder is not None:
+            yield from self.encoder.stack.all_tensors()
         yield from self.tensors.values()
         for index, layer in enumerate(self.layers):
             for tensor in layer.tensors.values():
                 yield tensor.of_layer(index)
 
     def cache_layers(self) -> list[LayerCache]:
-        """What each layer keeps in the cache."""
-        return [self._cache_layer(index, layer.attention) for index, layer in enumerate(self.layers)]
+        """What each layer keeps in the cache; behind these what each layer's cross-attention keeps, if there is any."""
+        layers = [self._cache_layer(index, layer.attention) for index, layer in enumerate(self.layers)]
+        heads = (self.num_kv_heads, self.head_dim, self.head_dim)
+        return layers + [LayerCache("cross", *heads, layer=i) for i, layer in enumerate(self.layers) if layer.cross]
 
     def _cache_layer(self, index: int, attention: AttentionSpec) -> LayerCache:
         latent = attention.latent

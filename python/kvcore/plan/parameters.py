@@ -288,13 +288,15 @@ def _bart(config: Config) -> Parameters:
     attention = 4 * _linear(hidden, hidden, True)
     vocab = _vocab(read)
     embedding = vocab * hidden
-    other = vocab  # final_logits_bias
+    shared = read.boolean("share_encoder_decoder_embeddings", True)
+    outputs = vocab if shared else read.integer("decoder_vocab_size", vocab)
+    other = outputs  # final_logits_bias
     if read.string("model_type") == "bart":
         # two positions come before the first
         other += 2 * ((read.integer("max_position_embeddings", 1024) + 2) * hidden + 2 * hidden)
-    elif not read.boolean("share_encoder_decoder_embeddings", True):
-        other += read.integer("decoder_vocab_size", vocab) * hidden
-    output = 0 if read.boolean("tie_word_embeddings", True) else embedding
+    elif not shared:
+        other += outputs * hidden
+    output = 0 if read.boolean("tie_word_embeddings", True) else outputs * hidden
     return Parameters(embedding, output, other, *_seq2seq(config, attention, attention))
 
 

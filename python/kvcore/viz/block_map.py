@@ -16,14 +16,13 @@ A panel for each group: on the left the sequences with their block tables, on th
 from __future__ import annotations
 
 import operator
-import os
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import InvalidArgument
+from kvcore.viz.picture import Picture
 from kvcore.viz.snapshot import CACHED, GONE, PINNED, STATES, USED, VACANT, Group, Holder, Snapshot, read_snapshot
 from kvcore.viz.svg import INK, LINE, PALE, PAPER, SOFT, Svg, shorten
 
@@ -45,31 +44,8 @@ LONGEST_RUN = 16
 MOST_SEQUENCES, MOST_STRIPES, MOST_ARROWS, MOST_LINES = 40, 4, 32, 3
 
 
-@dataclass(frozen=True)
-class BlockMap:
-    """A picture of a cache's blocks. The last line of a notebook's cell shows it."""
-
-    svg: str
-    """The SVG document."""
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the SVG to a file whose name ends with .svg.
-
-        Raises:
-            InvalidArgument: another ending, by which others would take the file for what it is not.
-        """
-        if Path(path).suffix.lower() != ".svg":
-            raise InvalidArgument(f"path: expected a name that ends with .svg, got {os.fspath(path)!r}")
-        Path(path).write_text(self.svg, encoding="utf-8")
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def _repr_html_(self) -> str:
-        return f'<div style="overflow-x: auto">{self.svg}</div>'
-
-    def __repr__(self) -> str:
-        return f"BlockMap({len(self.svg)} characters of SVG)"
+class BlockMap(Picture):
+    """A picture of a cache's blocks."""
 
 
 def block_map(

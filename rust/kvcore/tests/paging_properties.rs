@@ -81,6 +81,10 @@ enum Op {
     Unpin {
         pin: usize,
     },
+    ShareCross {
+        seq: usize,
+        source: usize,
+    },
     Cross {
         seq: usize,
         len: usize,
@@ -134,6 +138,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (0..512usize, 0..20usize).prop_map(|(seq, len)| Op::Pin { seq, len }),
         2 => (0..512usize).prop_map(|pin| Op::Unpin { pin }),
         1 => (0..512usize, 0..9usize).prop_map(|(seq, len)| Op::Cross { seq, len }),
+        1 => (0..512usize, 0..512usize).prop_map(|(seq, source)| Op::ShareCross { seq, source }),
         2 => prop_oneof![Just(0), any::<u64>(), Just(u64::MAX)].prop_map(|bits| Op::Faults { bits }),
         3 => (0..512usize, prop::bool::weighted(0.2)).prop_map(|(seq, give_up)| Op::Restore { seq, give_up }),
         1 => Just(Op::Save),
@@ -371,6 +376,7 @@ impl World {
                 }
             }
             Op::Cross { seq, len } => self.cross(*seq, *len),
+            Op::ShareCross { seq, source } => self.share_cross(*seq, *source),
             Op::Faults { bits } => self.faults = *bits,
             Op::Restore { seq, give_up } => {
                 if let Some(at) = self.pick(*seq) {
@@ -744,6 +750,23 @@ impl World {
             Err(Error::InvalidState(_)) => assert!(seq.cross.is_some() || self.config.cross_blocks == 0),
             Err(other) => panic!("{other}"),
         }
+    }
+
+    fn share_cross(&mut self, seq: usize, source: usize) {
+        let (Some(at), Some(source)) = (self.pick(seq), self.pick(source)) else { return };
+        let (free, theirs) = (self.manager.cross_stats().free, self.seqs[source].cross);
+        let (id, source) = (self.seqs[at].id, self.seqs[source].id);
+        match self.manager.share_cross(id, source) {
+            Ok(()) => {
+                assert!(self.seqs[at].cross.is_none() && theirs.is_some());
+                assert_eq!(self.manager.cross(id).unwrap(), self.manager.cross(source).unwrap());
+                self.seqs[at].cross = theirs;
+                self.seqs[at].plan = None;
+            }
+            Err(Error::InvalidState(_)) => assert!(self.seqs[at].cross.is_some() || theirs.is_none()),
+            Err(other) => panic!("{other}"),
+        }
+        assert_eq!(self.manager.cross_stats().free, free);
     }
 
     /// What a sequence has, as if from a file, in a sequence of its own.

@@ -9,6 +9,7 @@ from typing import Any, Final
 from kvcore.checkpoint.config import ConfigReader
 from kvcore.errors import CheckpointError
 from kvcore.models.families import (
+    bart,
     cohere,
     deepseek,
     gemma,
@@ -27,11 +28,14 @@ from kvcore.models.families import (
     qwen_moe,
     smollm3,
     stablelm,
+    t5,
+    whisper,
 )
 from kvcore.models.spec import DecoderSpec
 
 FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any]], DecoderSpec]]] = MappingProxyType(
     {
+        "bart": bart.bart,
         "cohere": cohere.cohere,
         "cohere2": cohere.cohere2,
         "deepseek_v2": deepseek.deepseek_v2,
@@ -45,6 +49,7 @@ FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any]], DecoderSpec]]] = Mapp
         "gpt_oss": gpt_oss.spec_from_config,
         "granite": granite.spec_from_config,
         "llama": llama.spec_from_config,
+        "marian": bart.marian,
         "mistral": mistral.spec_from_config,
         "mixtral": mixtral.spec_from_config,
         "olmo2": olmo2.spec_from_config,
@@ -55,6 +60,8 @@ FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any]], DecoderSpec]]] = Mapp
         "qwen3_moe": qwen_moe.qwen3_moe,
         "smollm3": smollm3.spec_from_config,
         "stablelm": stablelm.spec_from_config,
+        "t5": t5.spec_from_config,
+        "whisper": whisper.spec_from_config,
     }
 )
 """``model_type`` of config.json to the function that makes its spec."""

@@ -398,8 +398,17 @@ impl PyKvCache {
         self.change(py, |cache, _| cache.write_cross(layer, seq, k, v))
     }
 
+    fn share_cross(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = seq)] seq: SeqId,
+        #[pyo3(from_py_with = seq)] source: SeqId,
+    ) -> PyResult<()> {
+        self.change(py, |cache, _| cache.share_cross(seq, source))
+    }
+
     #[pyo3(signature = (layer, batch, q, scale = None, window = None, softcap = None, sinks = None, *, alibi_slopes = None,
-        position_bias = None, return_lse = false))]
+        position_bias = None, bias_ahead = None, return_lse = false))]
     #[expect(clippy::too_many_arguments, reason = "the public signature")]
     fn attend<'py>(
         &self,
@@ -413,13 +422,14 @@ impl PyKvCache {
         sinks: Option<&Bound<'py, PyAny>>,
         alibi_slopes: Option<&Bound<'py, PyAny>>,
         position_bias: Option<&Bound<'py, PyAny>>,
+        bias_ahead: Option<Size<'py>>,
         return_lse: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let batch = batch.get();
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
         let (q, heads) = queries(q, batch.num_tokens, l.k_dim)?;
-        let scores = ScoreArrays::new(heads, scale, window, softcap, sinks, alibi_slopes, position_bias)?;
+        let scores = ScoreArrays::new(heads, scale, window, softcap, sinks, alibi_slopes, (position_bias, bias_ahead))?;
         let (q, options) = (q.as_slice()?, scores.options()?);
         let (out, lse) = self.look_long(py, |cache, should_stop| {
             let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
@@ -436,7 +446,7 @@ impl PyKvCache {
     }
 
     #[pyo3(signature = (layer, batch, q, index = None, rows = None, heads = None, *, scale = None, window = None,
-        softcap = None, sinks = None, alibi_slopes = None, position_bias = None))]
+        softcap = None, sinks = None, alibi_slopes = None, position_bias = None, bias_ahead = None))]
     #[expect(clippy::too_many_arguments, reason = "the public signature")]
     fn attention_weights<'py>(
         &self,
@@ -453,12 +463,14 @@ impl PyKvCache {
         sinks: Option<&Bound<'py, PyAny>>,
         alibi_slopes: Option<&Bound<'py, PyAny>>,
         position_bias: Option<&Bound<'py, PyAny>>,
+        bias_ahead: Option<Size<'py>>,
     ) -> PyResult<Bound<'py, PyArray3<f32>>> {
         let batch = batch.get();
         let layer = layer.get("layer")?;
         let l = self.layout(layer)?;
         let (q, q_heads) = queries(q, batch.num_tokens, l.k_dim)?;
-        let scores = ScoreArrays::new(q_heads, scale, window, softcap, sinks, alibi_slopes, position_bias)?;
+        let scores =
+            ScoreArrays::new(q_heads, scale, window, softcap, sinks, alibi_slopes, (position_bias, bias_ahead))?;
         let (q, options) = (q.as_slice()?, scores.options()?);
         let index = index.map_or(Ok(0), |index| index.get("index"))?;
         let rows = chosen("rows", rows)?;

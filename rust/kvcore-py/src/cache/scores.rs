@@ -46,10 +46,12 @@ pub struct ScoreArrays<'py> {
     sinks: Option<PyReadonlyArrayDyn<'py, f32>>,
     alibi_slopes: Option<PyReadonlyArrayDyn<'py, f32>>,
     position_bias: Option<PyReadonlyArrayDyn<'py, f32>>,
+    bias_ahead: usize,
 }
 
 impl<'py> ScoreArrays<'py> {
-    /// Arrays of one number for each of `heads` query heads; `position_bias` of some for each.
+    /// Arrays of one number for each of `heads` query heads; `position_bias` of some for each, and how many of these are
+    /// for tokens ahead of the query.
     pub fn new(
         heads: usize,
         scale: Option<f32>,
@@ -57,10 +59,13 @@ impl<'py> ScoreArrays<'py> {
         softcap: Option<f32>,
         sinks: Option<&Bound<'py, PyAny>>,
         alibi_slopes: Option<&Bound<'py, PyAny>>,
-        position_bias: Option<&Bound<'py, PyAny>>,
+        (position_bias, bias_ahead): (Option<&Bound<'py, PyAny>>, Option<Size<'py>>),
     ) -> PyResult<Self> {
         if alibi_slopes.is_some() && position_bias.is_some() {
             return Err(invalid("position_bias: expected None beside alibi_slopes, got an array".into()));
+        }
+        if position_bias.is_none() && bias_ahead.is_some() {
+            return Err(invalid("bias_ahead: expected None without a position_bias, got a number".into()));
         }
         let per_head = |name: &str, value: Option<&Bound<'py, PyAny>>| {
             value.map(|value| floats(name, value, &[Some(heads)])).transpose()
@@ -72,6 +77,7 @@ impl<'py> ScoreArrays<'py> {
             sinks: per_head("sinks", sinks)?,
             alibi_slopes: per_head("alibi_slopes", alibi_slopes)?,
             position_bias: position_bias.map(|b| floats("position_bias", b, &[Some(heads), None])).transpose()?,
+            bias_ahead: bias_ahead.map_or(Ok(0), |ahead| ahead.get("bias_ahead"))?,
         })
     }
 
@@ -84,8 +90,12 @@ impl<'py> ScoreArrays<'py> {
                 if width == 0 {
                     return Err(invalid("position_bias: expected at least 1 distance, got 0".into()));
                 }
-                // The last value is that of the query's own token.
-                Bias::Relative { table: bias.as_slice()?, before: width - 1 }
+                // Behind the value of the query's own token are those of the tokens ahead.
+                let Some(before) = (width - 1).checked_sub(self.bias_ahead) else {
+                    let most = width - 1;
+                    return Err(invalid(format!("bias_ahead: expected at most {most}, got {}", self.bias_ahead)));
+                };
+                Bias::Relative { table: bias.as_slice()?, before }
             }
             (None, None) => Bias::None,
         };

@@ -77,4 +77,12 @@ impl KvCache {
         self.cross_written.set(blocks[0], l.num_layers, index);
         Ok(())
     }
+
+    /// Give a sequence the encoder's K and V of another one with the same encoder input, by reference, as forks have
+    /// them. Errors, with nothing changed: [`Error::InvalidHandle`], [`Error::InvalidState`] if it has its own already,
+    /// or the other has none.
+    pub fn share_cross(&mut self, seq: SeqId, source: SeqId) -> Result<()> {
+        self.reclaim_views();
+        self.manager.share_cross(seq, source)
+    }
 }

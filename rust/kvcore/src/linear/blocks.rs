@@ -102,7 +102,7 @@ impl Blocks {
             Self::Q5_0 => {
                 let high = u32::from_le_bytes([block[2], block[3], block[4], block[5]]);
                 let low = nibbles(&block[6..]);
-                let codes = std::array::from_fn(|i| (low[i] | (high >> i & 1) as u8 * 16) + (128 - 16));
+                let codes = std::array::from_fn(|i| (low[i] | ((high >> i & 1) as u8) << 4) + (128 - 16));
                 Codes { codes, scale, minimum: f16::ZERO }
             }
             Self::Q8_0 => Codes { codes: std::array::from_fn(|i| block[2 + i] ^ 0x80), scale, minimum: f16::ZERO },

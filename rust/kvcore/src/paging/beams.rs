@@ -11,6 +11,7 @@ use std::collections::HashSet;
 use super::block::BlockId;
 use super::blocks::Blocks;
 use super::manager::BlockManager;
+use super::pool::BlockPool;
 use super::sequence::{SeqId, Sequence};
 use crate::{Error, Result};
 
@@ -24,14 +25,11 @@ impl BlockManager {
         let (tokens, tables) = sequence.copied()?;
         self.blocks.release_plan(sequence, self.config.block_size)?;
         self.blocks.share(sequence)?;
-        if let Some(cross) = &mut self.cross {
-            for (done, &block) in sequence.cross.iter().enumerate() {
-                if let Err(error) = cross.retain(block) {
-                    cross.release_all(&sequence.cross[..done])?;
-                    self.blocks.unshare(sequence, usize::MAX)?;
-                    return Err(error);
-                }
-            }
+        if let Some(cross) = &mut self.cross
+            && let Err(error) = retain_all(cross, &sequence.cross)
+        {
+            self.blocks.unshare(sequence, usize::MAX)?;
+            return Err(error);
         }
         let child = sequence.child(tokens, tables);
         self.blocks.classes.hold(child.class);
@@ -116,6 +114,24 @@ impl BlockManager {
         Ok(&sequence.cross)
     }
 
+    /// Gives `seq` the encoder's blocks of `source`, by reference: another sequence with the same encoder input. What is
+    /// planned but not committed is forgotten. Errors, with nothing changed: `InvalidHandle`; `InvalidState` if `seq` has
+    /// such blocks already, or `source` has none.
+    pub fn share_cross(&mut self, seq: SeqId, source: SeqId) -> Result<()> {
+        let (blocks, num_tokens) = self.cross(source)?;
+        let blocks = blocks.to_vec();
+        let sequence = self.sequences.get_mut(seq)?;
+        let (Some(pool), 1..) = (&mut self.cross, num_tokens) else {
+            return Err(Error::InvalidState("the source has no K and V of an encoder".into()));
+        };
+        if sequence.cross_tokens > 0 {
+            return Err(Error::InvalidState("the sequence has the K and V of its encoder already".into()));
+        }
+        retain_all(pool, &blocks)?;
+        (sequence.cross, sequence.cross_tokens) = (blocks, num_tokens);
+        self.blocks.release_plan(sequence, self.config.block_size)
+    }
+
     /// The blocks of `reserve_cross` and the tokens in them; none and 0 before. Errors: `InvalidHandle`.
     pub fn cross(&self, seq: SeqId) -> Result<(&[BlockId], usize)> {
         let sequence = self.sequences.get(seq)?;
@@ -157,4 +173,14 @@ impl Blocks {
         }
         Ok(())
     }
+}
+
+fn retain_all(pool: &mut BlockPool, blocks: &[BlockId]) -> Result<()> {
+    for (done, &block) in blocks.iter().enumerate() {
+        if let Err(error) = pool.retain(block) {
+            pool.release_all(&blocks[..done])?;
+            return Err(error);
+        }
+    }
+    Ok(())
 }
