@@ -386,3 +386,20 @@ def test_real_models(name: str) -> None:
             llm.cache.check()
             assert llm.stats()["cache"]["used"] == llm.stats()["cache"]["num_sequences"] == 0
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_models_with_an_encoder(name: str) -> None:
+    prompts: Any = [{"encoder_token_ids": [5 + i] * 9 + [11, 12]} for i in range(3)]
+    params = SamplingParams(
+        temperature=0, logprobs=1, max_tokens=24, ignore_eos=True, min_tokens=1, allowed_token_ids=[3, 7, 11]
+    )
+    results = []
+    for config in (None, NGRAM):
+        with LLM(REFERENCE / name, num_kv_blocks=64, speculative_config=config, **EXACT) as llm:
+            outputs = llm.generate(prompts, params)
+            results.append([(o.token_ids, o.outputs[0].logprobs, o.num_computed_tokens) for o in outputs])
+            assert (accepted(llm) > 0) == (config is not None)
+            llm.cache.check()
+            assert llm.stats()["cache"]["num_sequences"] == 0
+    assert results[0] == results[1]

@@ -11,7 +11,7 @@ samples one after the other as ever. As long as what is sampled is what the draf
 Answers that repeat their prompt (summaries, edits, code) or themselves get several tokens from one forward pass.
 
 Rows are not free where weights are small, so drafts follow their success: one that was right to its end lets the next
-be twice as long, another lets it be one token longer than what was right of this. After three in a row without any right
+be twice as long, another lets it be one token longer than what was right of it. After three in a row without any right
 token the sequence makes none for 8 tokens, then for 16, and so on up to 128. That depends on the sequence alone, as
 drafts do.
 
