@@ -12,8 +12,8 @@ Answers that repeat their prompt (summaries, edits, code) or themselves get seve
 
 Rows are not free where weights are small, so drafts follow their success: one that was right to its end lets the next
 be twice as long, another lets it be one token longer than what was right of it. After three in a row without any right
-token the sequence makes none for 8 tokens, then for 16, and so on up to 128. That depends on the sequence alone, as
-drafts do.
+token the sequence makes none for 8 tokens, then for 16, and so on up to 128. There is no clock in it: a run
+can be repeated.
 
 Source: Prompt Lookup Decoding (Saxena, 2023); verification: Leviathan et al., Fast Inference from Transformers via
 Speculative Decoding (2023), in its exact form, where a draft counts only if it is what is sampled anyway.
