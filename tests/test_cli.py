@@ -54,7 +54,8 @@ def test_generate(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None
     assert err.count("\n") == 1
     for part in ("prompt 20 tokens (0 cached)", "answer 6 tokens", "TTFT", "TPOT", "tokens/s", "KV 224 B"):
         assert part in err
-    assert models == [("smollm2", {"kv_cache_dtype": "auto", "quantization": "auto", "num_threads": None})]
+    options = {"kv_cache_dtype": "auto", "quantization": "auto", "speculative_config": None, "num_threads": None}
+    assert models == [("smollm2", options)]
 
 
 def test_a_file_of_prompts_is_one_batch(models: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -83,9 +84,12 @@ def test_live(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options(models: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "other", "--kv-cache-dtype", "fp8", "--num-threads", "2", "--max-tokens", "3"]
+    argv += ["--num-speculative-tokens", "3"]
     code, out, _ = run(capsys, *argv, "--temperature", "0.5", "--top-p", "0.9", "--top-k", "9", "--seed", "7", "hi")
     assert (code, out) == (0, "hel\n")
-    assert models == [("other", {"kv_cache_dtype": "fp8", "quantization": "auto", "num_threads": 2})]
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    options = {"kv_cache_dtype": "fp8", "quantization": "auto", "speculative_config": speculative, "num_threads": 2}
+    assert models == [("other", options)]
 
 
 @pytest.mark.parametrize("argv", [["--no-chat", "hi"], ["-m", "base", "hi"]])
