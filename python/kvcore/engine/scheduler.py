@@ -202,9 +202,9 @@ class Scheduler:
         left = self._max_num_batched_tokens - sum(n for _, n in self.items)
         room: int | None = None
         for i, (seq, n) in enumerate(self.items):
-            length = len(seq.token_ids)
-            if seq.drafts is None or seq.num_generated == 0 or length - seq.num_stored > 1:
+            if seq.drafts is None or seq.num_generated == 0 or seq.num_missing > 1:
                 continue
+            length = len(seq.token_ids)
             # a token is sampled behind the last row as well
             most = min(left, self.space.max_chunk - n, seq.max_new_tokens - seq.num_generated - 1)
             draft = seq.drafts.propose(seq.token_ids, most)
