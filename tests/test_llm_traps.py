@@ -370,7 +370,8 @@ def test_trap_20_partial_rotation() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    hidden=st.integers(1, 70),
+    # With one value a norm is a sign: it amplifies rounding without bound where the residual stream passes zero.
+    hidden=st.integers(2, 70),
     inner=st.integers(1, 70),
     vocab=st.integers(2, 100),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2), (6, 2), (5, 1), (7, 7)]),
