@@ -76,6 +76,7 @@ class Dispatcher:
                         make_constraint=submission.make_constraint,
                         adapter=submission.adapter,
                         encoder=submission.asked.encoder,
+                        keep=submission.asked.keep,
                     )
                 )
 

@@ -202,6 +202,7 @@ class LLM:
         )
         self._dispatcher = Dispatcher(self._engine, parts.tokenizer)
         self._prompts = Prompts(parts.tokenizer, parts.name, parts.reader)
+        self._finds_prefixes = options.enable_prefix_caching and options.prefix_ttl != 0
         self._min_marked_tokens = options.prompt_cache_min_tokens
         self._grammars: Grammars | None = None
         self._adapters = LoadedAdapters(lambda lora: self._decoder.adapter(lora))

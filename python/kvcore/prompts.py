@@ -35,6 +35,7 @@ class Asked:
         marks: prefixes that are to be kept.
         cache_salt: whose it is: only prompts with equal salts share blocks.
         encoder: what the encoder is given, if there is one.
+        keep: takes the request's sequence in the cache when it ends, instead of having it freed.
     """
 
     text: str | None
@@ -42,6 +43,7 @@ class Asked:
     marks: Marks = ()
     cache_salt: str | None = None
     encoder: EncoderInput | None = None
+    keep: list[Any] | None = None
 
 
 class Reader(Protocol):
@@ -78,6 +80,8 @@ class Prompts:
             InvalidArgument: no prompt, an empty one, or keys that a prompt does not have.
             TypeError: something that is no prompt.
         """
+        if isinstance(prompts, Asked):
+            return [prompts]
         if not is_batch(prompts):
             return [self._input(prompts, "prompt")]
         if len(prompts) == 0:

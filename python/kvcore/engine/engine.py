@@ -29,7 +29,7 @@ import numpy as np
 from kvcore.engine import policy
 from kvcore.engine.batch import adapter_rows, batch_rows
 from kvcore.engine.intake import Intake, Marks
-from kvcore.engine.interfaces import Adapter, Cache, EncoderInput, FloatArray, Model
+from kvcore.engine.interfaces import Adapter, Cache, EncoderInput, FloatArray, Handle, Model
 from kvcore.engine.logits import Constraint
 from kvcore.engine.metrics import EngineMetrics
 from kvcore.engine.next_tokens import NextTokens, StepOutput
@@ -138,6 +138,7 @@ class Engine:
         make_constraint: Callable[[], Constraint] | None = None,
         adapter: Adapter | None = None,
         encoder: EncoderInput | None = None,
+        keep: list[Handle] | None = None,
     ) -> Sequence:
         """Put a request in the queue.
 
@@ -158,6 +159,8 @@ class Engine:
             make_constraint: makes the grammar that an answer must follow, a new one for each.
             adapter: changes the model for this request.
             encoder: what the encoder is given, where there is one; the prompt is then the decoder's.
+            keep: takes the handles of a request that ends without an error, which are the caller's to free then. So
+                nobody can take their blocks between the request's end and what the caller does next.
 
         Returns:
             The sequence, which tells how far the request has got; others are its ``siblings``.
@@ -179,6 +182,7 @@ class Engine:
             make_constraint=make_constraint,
             adapter=adapter,
             encoder=encoder,
+            keep=keep,
         )
         first = sequences[0]
         self._requests[request_id] = sequences

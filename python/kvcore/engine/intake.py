@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcore.engine import policy
 from kvcore.engine.beams import BeamSearch
-from kvcore.engine.interfaces import Adapter, EncoderInput
+from kvcore.engine.interfaces import Adapter, EncoderInput, Handle
 from kvcore.engine.logits import Adjuster, Constraint
 from kvcore.engine.metrics import RequestMetrics
 from kvcore.engine.sampler import make_generator
@@ -123,6 +123,7 @@ class Intake:
         make_constraint: Callable[[], Constraint] | None,
         adapter: Adapter | None = None,
         encoder: EncoderInput | None = None,
+        keep: list[Handle] | None = None,
     ) -> list[Sequence]:
         """The sequences of a request, ``arrival`` being its number; the first computes the prompt."""
         token_ids = self.check(prompt_token_ids, params, encoder)
@@ -153,6 +154,7 @@ class Intake:
                 adapter=adapter,
                 drafts=self._drafts(use_cache and beams == 1),
                 encoder=encoder,
+                keep=keep,
             )
             sequences.append(seq)
         first = sequences[0]

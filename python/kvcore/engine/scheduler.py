@@ -142,12 +142,15 @@ class Scheduler:
         self.moving = None
 
     def release(self, seq: Sequence) -> None:
-        """Take a sequence out and free what it holds. Can be repeated, and does nothing if there is nothing to do."""
+        """Take a sequence out and free what it holds, or give it to who keeps it. Can be repeated, and does nothing if there is nothing to do."""
         for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
         if self._refused is not None and self._refused[0] is seq:
             self._refused = None
+        if seq.keep is not None and seq.error is None:
+            seq.keep.extend(seq.handles)
+            seq.handles.clear()
         self._close(seq)
         seq.state = State.FINISHED
 

@@ -56,6 +56,7 @@ class Sequence:
         ahead: next tokens that were sampled from rows that are computed, and are not in ``token_ids`` yet: each step
             gives it one. More than one only behind an accepted draft.
         encoder: what the encoder is given, where there is one. All that are given the same share what it gives.
+        keep: takes the handle when it ends without an error; None: it is freed.
         handles: the sequence in the cache, if it is there: none or one. (A list, so that the cache's answer can be
             stored without a gap that an interrupt could fall into; see ``Scheduler``.)
         context_len: the length that its stored keys follow, see ``Model.context_len``.
@@ -95,6 +96,7 @@ class Sequence:
     draft: list[int] = field(default_factory=list)
     ahead: list[StepOutput] = field(default_factory=list)
     encoder: EncoderInput | None = None
+    keep: list[Handle] | None = None
     state: State = State.WAITING
     handles: list[Handle] = field(default_factory=list)
     context_len: int = 0
