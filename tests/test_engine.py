@@ -151,6 +151,21 @@ def test_trap_10_ends_with_length_at_capacity() -> None:
     cache.check_empty()
 
 
+def test_who_keeps_a_request_gets_its_handle_at_the_end() -> None:
+    cache = MockCache(63, 16)
+    engine = Engine(MockDecoder(cache))
+    kept: list[Any] = []
+    engine.add_request("a", [1] * 20, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), keep=kept)
+    engine.add_request("b", [2] * 20, GREEDY)
+    finish(engine)
+    assert [cache.num_computed_tokens(handle) for handle in kept] == [22]
+    cache.free(kept.pop())
+    engine.add_request("c", [3] * 20, GREEDY, keep=kept)
+    engine.abort("c")  # was never let in, so there is nothing to keep
+    assert kept == []
+    cache.check_empty()
+
+
 def test_max_model_len() -> None:
     engine = make(max_model_len=20)
     with pytest.raises(InvalidArgument, match=r"at most 20 tokens .*, got 21 tokens"):

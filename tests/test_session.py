@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore import LLM, SamplingParams
+from kvcore import LLM, BeamSearchParams, SamplingParams
 from kvcore.errors import CheckpointError, InvalidArgument, InvalidState
 from kvcore.session import Session
 from mocks import MockTokenizer
 from models import EXACT, REFERENCE, assert_nothing_held
 from test_llm import make
+from test_llm_lora import saved
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -31,9 +32,7 @@ def test_turns() -> None:
         session = Session(llm, random_tokens(40))
         first = session.generate(GREEDY)
         assert (first.num_cached_tokens, len(session)) == (0, 46)
-        # others push everything out of the cache that nobody holds
-        for seed in range(1, 5):
-            llm.generate(random_tokens(250, seed), GREEDY)
+        push_out(llm)
         session.append([1, 2, 3])
         second = session.generate(GREEDY)
         assert second.prompt_token_ids == session.token_ids[:49]
@@ -101,6 +100,7 @@ def test_files(tmp_path: Path) -> None:
     with model() as llm:
         session = Session.load(llm, path)
         assert session.token_ids == expected
+        assert session.num_cached_tokens == 45
         session.append([5])
         output = session.generate(GREEDY)
         assert (output.num_cached_tokens, output.token_ids) == (45, wanted)
@@ -110,6 +110,8 @@ def test_files(tmp_path: Path) -> None:
             Session.load(llm, tmp_path / "nothing")
         with pytest.raises(InvalidState, match="computed"):
             Session(llm).save(path)
+        with Session(llm, [9, 8, 7]) as session, pytest.raises(InvalidState, match="computed"):
+            session.save(path)
 
 
 def test_text_and_chat() -> None:
@@ -146,3 +148,141 @@ def test_a_session_that_is_dropped_lets_go() -> None:
         kept.generate(GREEDY)
     kept.close()
     assert "closed" in repr(kept)
+
+
+def push_out(llm: LLM) -> None:
+    """Push everything out of the cache that nobody holds."""
+    for seed in range(1, 5):
+        llm.generate(random_tokens(250, seed), GREEDY)
+
+
+def test_others_cannot_take_the_blocks_between_an_answers_end_and_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    with model() as llm, Session(llm, random_tokens(40)) as session:
+        generate = llm.generate
+
+        def then_others(*args: Any, **options: Any) -> Any:
+            outputs = generate(*args, **options)
+            for seed in range(1, 5):
+                generate(random_tokens(250, seed), GREEDY)
+            return outputs
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "generate", then_others)
+            session.generate(GREEDY)
+        assert session.num_cached_tokens == len(session) - 1
+        for item in session.stream(GREEDY):
+            if item.finished:
+                push_out(llm)
+        assert session.num_cached_tokens == len(session) - 1
+        session.close()
+        assert_nothing_held(llm)
+
+
+def test_a_stream_that_outlives_its_session_holds_nothing() -> None:
+    with model() as llm:
+        session = Session(llm, random_tokens(40))
+        stream = session.stream(GREEDY)
+        next(stream)
+        session.close()
+        assert sum(len(item.token_ids) for item in stream) == 5
+        assert_nothing_held(llm)
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"prefix_ttl": 0}, {"prefix_ttl": 0.0}])
+def test_models_without_prefixes_have_no_sessions(options: dict[str, Any], tmp_path: Path) -> None:
+    with model(**options) as llm:
+        for begin in (lambda: Session(llm, [1]), lambda: Session.load(llm, tmp_path / "x")):
+            with pytest.raises(InvalidArgument, match="enable_prefix_caching=False or prefix_ttl=0"):
+                begin()
+
+
+def test_what_is_held_outlives_its_ttl() -> None:
+    with model(prefix_ttl=1e-3) as llm, Session(llm, random_tokens(40)) as session:
+        session.generate(GREEDY)
+        push_out(llm)
+        assert session.generate(GREEDY).num_cached_tokens == 45
+
+
+def test_adapters_hold_what_they_compute(tmp_path: Path) -> None:
+    lora, path = saved(tmp_path / "adapter", 1), tmp_path / "talk.safetensors"
+    with model() as llm, Session(llm, random_tokens(40)) as session:
+        session.generate(GREEDY, lora_request=lora)
+        assert session.num_cached_tokens == 45
+        push_out(llm)
+        session.save(path)
+        with session.fork() as twin:
+            assert twin.generate(GREEDY, lora_request=lora).num_cached_tokens == 45
+        session.rewind(30)
+        assert session.num_cached_tokens == 29
+        with Session.load(llm, path) as loaded:
+            assert loaded.num_cached_tokens == 45
+            assert {item.num_cached_tokens for item in loaded.stream(GREEDY, lora_request=lora)} == {45}
+            assert loaded.num_cached_tokens == 51
+            # without the adapter all is another's
+            assert loaded.generate(GREEDY).num_cached_tokens == 0
+        for bad in ("x", ["x"], [lora, lora]):
+            with pytest.raises(TypeError, match="lora_request: expected"):
+                session.generate(GREEDY, lora_request=bad)
+        session.close()
+        assert_nothing_held(llm)
+
+
+def test_what_was_appended_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "talk.safetensors"
+    with model() as llm, Session(llm, random_tokens(40)) as session:
+        session.generate(GREEDY)
+        session.append([1, 2, 3])
+        session.save(path)
+        session.save(path)
+        with Session.load(llm, path) as loaded:
+            assert (loaded.token_ids, loaded.num_cached_tokens) == (session.token_ids, 45)
+            assert loaded.generate(GREEDY).num_cached_tokens == 45
+
+
+def test_a_chat_that_is_refused_changes_nothing() -> None:
+    llm = make(tokenizer=MockTokenizer(), max_model_len=64)
+    with Session(llm, "hello") as session:
+        session.generate(GREEDY)
+        before, held = session.token_ids, session.num_cached_tokens
+        long, short = ([{"role": "user", "content": text}] for text in ("long " * 40, "why?"))
+        bad: list[tuple[Any, Any, type[Exception], str]] = [
+            (long, GREEDY, InvalidArgument, "at most 63 tokens"),
+            (short, SamplingParams(n=2), InvalidArgument, "n=2"),
+            (short, SamplingParams(stop_token_ids=[9999]), InvalidArgument, "stop_token"),
+            (short, 5, TypeError, "params: expected SamplingParams, got int"),
+        ]
+        for messages, params, error, match in bad:
+            with pytest.raises(error, match=match):
+                session.chat(messages, params)
+            assert (session.token_ids, session.num_cached_tokens) == (before, held)
+    llm.cache.check_empty()
+
+
+def test_a_full_session_says_so() -> None:
+    with model(max_model_len=50) as llm, Session(llm, random_tokens(40)) as session:
+        output = session.generate(SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+        assert (output.outputs[0].finish_reason, len(session)) == ("length", 50)
+        before = session.token_ids
+        for ask in (session.generate, session.stream):
+            with pytest.raises(InvalidArgument, match=r"at most 49 tokens .*max_model_len.*, got 50 tokens"):
+                ask(GREEDY)
+        assert (session.token_ids, session.num_cached_tokens) == (before, 49)
+        assert llm.logits(before).shape[0] == 50
+        session.rewind(49)
+        assert len(session.generate(GREEDY).token_ids) == 1
+
+
+@pytest.mark.parametrize("params", [[GREEDY], "x", 5, BeamSearchParams(beam_width=2, max_tokens=4)])
+def test_params_of_another_type(params: Any) -> None:
+    llm = make()
+    with Session(llm, [1, 2]) as session:
+        for ask in (session.generate, session.stream):
+            with pytest.raises(TypeError, match=f"params: expected SamplingParams, got {type(params).__name__}"):
+                ask(params)
+        assert session.token_ids == [1, 2]
+
+
+def test_no_llm(tmp_path: Path) -> None:
+    for begin in (lambda: Session(None, [1]), lambda: Session.load(None, tmp_path / "x")):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="llm: expected an LLM, got NoneType"):
+            begin()

@@ -151,7 +151,8 @@ class Session:
         """Another session with the same tokens; blocks are shared until the two part."""
         self._check_open()
         twin = Session(self._llm)
-        twin._take(self._token_ids, self._adapter)
+        twin._held.extend(map(self._llm.cache.fork, self._held[-1:]))  # as in _hold
+        twin._token_ids, twin._adapter = self._token_ids, self._adapter
         return twin
 
     def rewind(self, num_tokens: int) -> None:
@@ -176,13 +177,16 @@ class Session:
             CheckpointError: the file cannot be written.
         """
         self._check_open()
-        if not self._held:
+        if not self.num_cached_tokens:
             raise InvalidState("session: expected at least one computed token to save, got none")
+        appended = self._token_ids[self._llm.cache.num_tokens(self._held[-1]) :]
+        if appended:
+            self._llm.cache.append(self._held[-1], appended)
         self._llm.cache.save(self._held[-1], path)
 
     @classmethod
     def load(cls, llm: LLM, path: str | os.PathLike[str]) -> Session:
-        """A session from a file of ``save``.
+        """A session from a file of ``save``. What an adapter computed is held until the first ``rewind`` or answer.
 
         Raises:
             CheckpointError: the file is damaged, or of another model or format.

@@ -142,7 +142,7 @@ class Scheduler:
         self.moving = None
 
     def release(self, seq: Sequence) -> None:
-        """Take a sequence out and free what it holds, or give it to who keeps it. Can be repeated, and does nothing if there is nothing to do."""
+        """Take a sequence out, and free what it holds or hand it to whoever keeps it. Can be repeated."""
         for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
