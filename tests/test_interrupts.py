@@ -57,6 +57,8 @@ def calling(llm: LLM) -> Any:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="needs the trace function for itself")
+# Python prints what is raised in a __del__ and goes on; pytest makes a warning of that
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <function Session.__del__")
 @pytest.mark.parametrize("work", [preempting, forking, searching, talking, calling, speculating])
 def test_ctrl_c_at_any_byte_code(work: Callable[[LLM], Any]) -> None:
     options: dict[str, Any] = {}
