@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.engine.speculation import SpeculativeConfig
-from kvcore.errors import InvalidArgument
+from kvcore.errors import InvalidArgument, OutOfMemory
 from kvcore.memory import available_memory
 
 if TYPE_CHECKING:
@@ -353,9 +353,17 @@ class RandomWeights:
     source = "random weights"
 
     def __init__(self, spec: DecoderSpec, seed: int) -> None:
+        """Raises OutOfMemory for a model with a tensor that alone is more than the available memory."""
         self._seed = seed
         # tensors that may be missing are missing: no biases, and a tied output matrix
         self._shapes = {tensor.name: tensor.stored_shape for tensor in spec.all_tensors() if tensor.required}
+        available = available_memory()
+        for name, shape in self._shapes.items():
+            if 4 * math.prod(shape) > available:
+                raise OutOfMemory(
+                    f"{name}: expected a tensor of at most {available} bytes (the memory that is available), got "
+                    f"{list(shape)} of float32, which are {4 * math.prod(shape)} bytes"
+                )
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
