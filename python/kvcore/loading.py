@@ -162,6 +162,7 @@ def parts_from_config(config: Mapping[str, Any], seed: int, options: Options) ->
     Raises:
         CheckpointError: the configuration is bad or not supported.
         InvalidArgument: options that the model does not allow.
+        OutOfMemory: a tensor or the cache does not fit.
     """
     from kvcore.checkpoint.config import GenerationConfig
 
