@@ -85,6 +85,22 @@ def test_files_that_are_not_there_or_empty(tmp_path: Path) -> None:
     assert 400 < len(load_wav(tmp_path / "cut.wav")) < 500
 
 
+@pytest.mark.parametrize("bits", [40, 48, 56, 64, 128])
+def test_integers_of_other_widths(bits: int, tmp_path: Path) -> None:
+    data = bytearray(SPEECH.read_bytes())
+    data[34:36] = bits.to_bytes(2, "little")
+    (tmp_path / "wide.wav").write_bytes(data)
+    with pytest.raises(InvalidArgument, match=rf"wide\.wav: expected .* 8, 16, 24 or 32 bits, got {bits}"):
+        load_wav(tmp_path / "wide.wav")
+
+
+@pytest.mark.parametrize("rate", [1, 3_999, 384_001, 768_000])
+def test_rates_that_are_none_of_sound(rate: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.wav", np.zeros(10), rate=rate)
+    with pytest.raises(InvalidArgument, match=f"expected 4000 to 384000 samples a second, got {rate}"):
+        load_wav(path)
+
+
 def test_features_are_those_of_transformers() -> None:
     want = json.loads((DATA / "real" / "whisper-base-f16.json").read_text(encoding="utf-8"))["mel"]
     features = log_mel(load_wav(SPEECH))

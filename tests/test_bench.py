@@ -20,7 +20,7 @@ from kvcore.bench.rounds import Case, num_pieces, open_run
 from kvcore.bench.work import Limits, Work, layer_products
 from kvcore.errors import InvalidArgument
 from kvcore.models.families import spec_from_config
-from models import TINY
+from models import REFERENCE, TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benches"))
@@ -166,6 +166,13 @@ def test_no_such_model(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--random", "no-such-shape")
     assert (code, out) == (2, "")
     assert "llama-3.2-1b" in err
+
+
+def test_models_with_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--random", "--model"):
+        code, out, err = run(capsys, option, str(REFERENCE / "t5"))
+        assert (code, out) == (2, "")
+        assert "model, random: expected a decoder-only model, got" in err
 
 
 @pytest.mark.parametrize("complete", [0, 1])

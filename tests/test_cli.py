@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import kvcore
 import kvcore.cli as cli
@@ -285,6 +286,12 @@ def python(*argv: str, **options: Any) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "100"}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *argv], env=environment, stdout=pipe, stderr=pipe, **options)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "transcribe", "bench"])
+def test_help_names_the_quantizations(command: str) -> None:
+    text = next(p for p in get_command(cli.app).commands[command].params if p.name == "quantization").help  # type: ignore[attr-defined]
+    assert all(name in text for name in ("auto", "none", "int8", "int4"))
 
 
 def test_help_reads_well_and_imports_little() -> None:

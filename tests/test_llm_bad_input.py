@@ -277,11 +277,18 @@ def test_a_model_too_large_for_any_memory() -> None:
     config = TINY | {
         "vocab_size": 2**31 - 1,
         "hidden_size": 2**24,
-        "num_attention_heads": 2**17,
+        "num_attention_heads": 2**16,
         "num_key_value_heads": 1,
     }
-    with pytest.raises((MemoryError, KvcoreError)):
+    with pytest.raises(OutOfMemory):
         LLM.from_config(config, num_kv_blocks=1)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize(("key", "tensor"), [("vocab_size", "embed_tokens"), ("intermediate_size", "mlp")])
+def test_a_tensor_too_large_for_any_memory(key: str, tensor: str, quantization: str) -> None:
+    with pytest.raises(OutOfMemory, match=rf"{tensor}.*: expected a tensor of at most \d+ bytes .*got \[2147483647, "):
+        LLM.from_config(TINY | {key: 2**31 - 1}, quantization=quantization)
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def saved(folder: Path, seed: int, name: str = NAME) -> LoRARequest:
     tensors = {}
     for module, pair in lora_of(name, TARGETS[name], seed).modules.items():
         tensors |= {half(module, "A"): pair.a, half(module, "B"): pair.b}
-    return LoRARequest(folder.name, adapter(folder, tensors, lora_alpha=3))
+    return LoRARequest(folder.name, adapter(folder, tensors, r=3, lora_alpha=3))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_bad_requests(llm: LLM, adapters: list[LoRARequest], tmp_path: Path) -> 
         llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("x", "a\0b"))
     module = "model.layers.0.self_attn.query"
     ones = np.ones((1, 1), np.float32)
-    adapter(tmp_path / "y", {half(module, "A"): ones, half(module, "B"): ones})
+    adapter(tmp_path / "y", {half(module, "A"): ones, half(module, "B"): ones}, r=1)
     with pytest.raises(CheckpointError, match=r"module 'model\.layers\.0\.self_attn\.query': expected one of this"):
         llm.generate([PROMPT, PROMPT], GREEDY, lora_request=[None, LoRARequest("y", tmp_path / "y")])
     assert llm.stats()["num_requests"] == 0  # all is checked before anything runs

@@ -65,6 +65,11 @@ def test_ranks_that_differ_and_other_types(tmp_path: Path) -> None:
     assert np.allclose(modules[other].b, 16 / 5)
 
 
+@pytest.mark.parametrize("name", ["q_proj", "self_attn.q_proj", Q, r"layers\.\d+\..*q_proj", "(((a+)+)+)+$"])
+def test_ranks_by_name_and_by_pattern(tmp_path: Path, name: str) -> None:
+    assert len(load_lora(adapter(tmp_path, r=8, rank_pattern={"proj": 5, name: 2})).modules[Q].a) == 2
+
+
 def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
     first = load_lora(adapter(tmp_path / "a"))
     assert load_lora(adapter(tmp_path / "b")).identity == first.identity
@@ -91,6 +96,14 @@ ONE = np.ones((1, 1), np.float32)
         (None, {"trainable_token_indices": [1]}, "trainable_token_indices: expected None"),
         (None, {"init_lora_weights": "pissa_niter_16"}, "init_lora_weights: expected a way that leaves the base"),
         (None, {"lora_alpha": 0}, "lora_alpha: expected a number"),
+        (None, {"r": 0}, "r: expected an integer of at least 1, got 0"),
+        (None, {"r": "2"}, 'r: expected an integer of at least 1, got "2"'),
+        (None, {"r": 2.0}, "r: expected an integer of at least 1, got 2.0"),
+        (None, {"r": 3}, f"adapter_config.json: r: expected 2, as the tensors of module '{Q}' have it, got 3"),
+        (None, {"rank_pattern": {"q_proj": 3}}, "rank_pattern: expected 2, as the tensors of module .*, got 3"),
+        (None, {"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj: expected an integer of at least 1, got 0"),
+        (None, {"rank_pattern": {"^model.*q": 3}, "r": 4}, r"r: expected 2, .*, got \[3, 4\]"),
+        (None, {"rank_pattern": 3}, "rank_pattern: expected an object, got 3"),
         (None, {"use_rslora": "yes"}, "use_rslora: expected true or false"),
         ({}, {}, "expected tensors named lora_A and lora_B, got none"),
         ({half(Q, "A"): ONE}, {}, f"module '{Q}': expected lora_A and lora_B, got no lora_B"),

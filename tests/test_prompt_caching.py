@@ -98,6 +98,7 @@ def test_marks_on_messages_and_short_ones() -> None:
         ("ephemeral", "ephemeral"),
         ({"type": "ephemeral", "ttl": "2h"}, "'5m' or '1h'"),
         ({"type": "ephemeral", "ttl": 300}, "'5m' or '1h'"),
+        ({"type": "ephemeral", "ttl": [1]}, "'5m' or '1h'"),
         ({"type": "ephemeral", "colour": 1}, "nothing else"),
     ],
 )

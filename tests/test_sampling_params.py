@@ -53,6 +53,9 @@ def test_defaults_are_vllms() -> None:
         ("frequency_penalty", math.nan),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e-39),
+        ("repetition_penalty", 1e300),
         ("min_tokens", -1),
         ("min_tokens", 17),
         ("logit_bias", {3: 101.0}),
@@ -158,6 +161,8 @@ def test_keys_of_logit_bias_may_be_json() -> None:
         ("length_penalty", 1e9, InvalidArgument),
         ("length_penalty", math.nan, InvalidArgument),
         ("early_stopping", "soon", InvalidArgument),
+        ("early_stopping", np.array([1, 2]), TypeError),
+        ("early_stopping", [], TypeError),
         ("ignore_eos", 1, TypeError),
     ],
 )

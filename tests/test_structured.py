@@ -79,7 +79,15 @@ def test_greedy_answers_follow_it_too_and_length_cuts_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"regex": "("}, {"grammar": "start: nowhere"}, {"json": "{"}, {"json": {"type": "colour"}}]
+    "wanted",
+    [
+        {"regex": "("},
+        {"grammar": "start: nowhere"},
+        {"json": "{"},
+        {"json": {"type": "colour"}},
+        {"choice": ["e\ud800"]},
+        {"regex": "e\ud800"},
+    ],
 )
 def test_what_is_no_grammar_is_refused_before_anything_runs(wanted: Any) -> None:
     llm = make(tokenizer=MockTokenizer())

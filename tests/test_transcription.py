@@ -163,9 +163,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgument, match=message):
             transcribe(Speaker(), sound(1), **options)  # type: ignore[arg-type]
-    for bad in (np.zeros((2, 5)), np.zeros(0)):
+    for bad in (np.zeros((2, 5)), np.zeros(0), [[0.0], [0.0, 1.0]], [0.0, np.nan], [0.0, 1e300]):
         with pytest.raises(InvalidArgument, match="audio"):
             transcribe(Speaker(), bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="llm: expected an LLM, got None"):
+        transcribe(None, sound(1))  # type: ignore[arg-type]
+    for audio in (["a"], b"abc", None, 1j * sound(1)):
+        with pytest.raises(TypeError, match="audio: expected a WAV file or samples"):
+            transcribe(Speaker(), audio)  # type: ignore[arg-type]
+    for name in ("language", "task", "timestamps", "callback"):
+        speaker = Speaker()
+        for wrong in ([1], 5):
+            with pytest.raises(TypeError, match=f"{name}: expected .*, got"):
+                transcribe(speaker, sound(1), **{name: wrong})  # type: ignore[arg-type]
+        assert not speaker.asked
     for folder, message in (("whisper", "without one"), ("t5", "takes no sound"), ("llama_gqa", "takes no sound")):
         with LLM(REFERENCE / folder, **EXACT) as llm, pytest.raises(InvalidArgument, match=message):
             transcribe(llm, sound(1))

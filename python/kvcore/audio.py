@@ -28,7 +28,8 @@ HOP = 160
 """Samples from one frame of features to the next."""
 
 _FFT = 400
-_MAX_RATE = 768_000
+_WIDTHS = (1, 2, 3, 4)
+_LEAST_RATE, _MOST_RATE = 4_000, 384_000
 _ZERO_CROSSINGS = 24
 _CHUNK = 1 << 15
 
@@ -36,7 +37,7 @@ _CHUNK = 1 << 15
 def load_wav(path: str | Path) -> FloatArray:
     """The samples of a WAV file of integers (8, 16, 24 or 32 bits): float32 [samples] from -1 to 1 at 16 kHz.
 
-    Several channels are averaged, other rates are resampled.
+    Several channels are averaged, other rates (4,000 to 384,000 Hz) are resampled.
 
     Raises:
         InvalidArgument: there is no such file, or it is no such WAV file, or there is no sound in it.
@@ -50,8 +51,10 @@ def load_wav(path: str | Path) -> FloatArray:
     except (wave.Error, EOFError, RuntimeError, ValueError) as error:
         reason = str(error) or "a file that ends too early"
         raise InvalidArgument(f"{path}: expected a WAV file of integer samples, got {reason}") from error
-    if not 1 <= rate <= _MAX_RATE:
-        raise InvalidArgument(f"{path}: expected 1 to {_MAX_RATE} samples a second, got {rate}")
+    if width not in _WIDTHS:
+        raise InvalidArgument(f"{path}: expected integer samples of 8, 16, 24 or 32 bits, got {8 * width}")
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise InvalidArgument(f"{path}: expected {_LEAST_RATE} to {_MOST_RATE} samples a second, got {rate}")
     whole = len(data) // (width * channels) * (width * channels)
     if not whole:
         raise InvalidArgument(f"{path}: expected at least one sample, got none")

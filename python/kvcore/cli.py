@@ -50,7 +50,11 @@ _KvDtype = Annotated[
     ),
 ]
 _Quantization = Annotated[
-    str, typer.Option(help="int8 or int4: matrices in 8 or 4 bits, a half or a third of their memory, and faster.")
+    str,
+    typer.Option(
+        help="Of the matrices: auto (as the file has them), none (expanded), int8 or int4 (8 or 4 bits: a half or a "
+        "third of their memory, and faster)."
+    ),
 ]
 _MaxTokens = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 _Temperature = Annotated[float, typer.Option(help="0 takes the most probable token; higher is more varied.")]

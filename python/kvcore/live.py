@@ -1,5 +1,7 @@
 """A view of a running LLM for terminals: blocks, requests, hit rate, times.
 
+    from kvcore.live import live_view
+
     with live_view(llm):
         llm.generate(prompts, params)
 

@@ -152,7 +152,7 @@ class LLM:
             options: as for ``LLM``.
 
         Raises:
-            As ``LLM``.
+            As ``LLM``; OutOfMemory also for a tensor that does not fit.
         """
         if random_weights is not True:
             raise InvalidArgument("random_weights: expected True (a config alone has no weights), got False")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.engine.speculation import SpeculativeConfig
-from kvcore.errors import InvalidArgument
+from kvcore.errors import InvalidArgument, OutOfMemory
 from kvcore.memory import available_memory
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ def parts_from_config(config: Mapping[str, Any], seed: int, options: Options) ->
     Raises:
         CheckpointError: the configuration is bad or not supported.
         InvalidArgument: options that the model does not allow.
+        OutOfMemory: a tensor or the cache does not fit.
     """
     from kvcore.checkpoint.config import GenerationConfig
 
@@ -353,9 +354,17 @@ class RandomWeights:
     source = "random weights"
 
     def __init__(self, spec: DecoderSpec, seed: int) -> None:
+        """Raises OutOfMemory for a model with a tensor that alone is more than the available memory."""
         self._seed = seed
         # tensors that may be missing are missing: no biases, and a tied output matrix
         self._shapes = {tensor.name: tensor.stored_shape for tensor in spec.all_tensors() if tensor.required}
+        available = available_memory()
+        for name, shape in self._shapes.items():
+            if 4 * math.prod(shape) > available:
+                raise OutOfMemory(
+                    f"{name}: expected a tensor of at most {available} bytes (the memory that is available), got "
+                    f"{list(shape)} of float32, which are {4 * math.prod(shape)} bytes"
+                )
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes

@@ -121,7 +121,7 @@ def _ttl(control: Any, where: str) -> float:
         raise InvalidArgument(f"{where}['cache_control']: expected {{'type': 'ephemeral'}}, got {control!r}")
     unknown = set(control) - {"type", "ttl"}
     ttl = control.get("ttl", "5m")
-    if unknown or ttl not in TTLS:
+    if unknown or not isinstance(ttl, str) or ttl not in TTLS:
         raise InvalidArgument(
             f"{where}['cache_control']: expected a ttl of '5m' or '1h' and nothing else, got {control!r}"
         )

@@ -54,16 +54,15 @@ class Grammars:
         matcher, kind = self._guidance.LLMatcher, ""
         try:
             if params.regex is not None:
-                kind, grammar = "regex", matcher.grammar_from_regex(params.regex)
+                kind = "regex"
+                grammar = matcher.grammar_from_regex(params.regex)
             elif params.grammar is not None:
-                kind, grammar = "grammar", matcher.grammar_from_lark(params.grammar)
+                kind = "grammar"
+                grammar = matcher.grammar_from_lark(params.grammar)
             elif params.choice:
-                kind, grammar = (
-                    "choice",
-                    matcher.grammar_from_lark(
-                        "start: " + " | ".join(json.dumps(word, ensure_ascii=False) for word in params.choice)
-                    ),
-                )
+                kind = "choice"
+                words = " | ".join(json.dumps(word, ensure_ascii=False) for word in params.choice)
+                grammar = matcher.grammar_from_lark(f"start: {words}")
             else:
                 kind, schema = "json", {"type": "object"} if params.json is None else params.json
                 grammar = matcher.grammar_from_json_schema(schema if isinstance(schema, str) else json.dumps(schema))

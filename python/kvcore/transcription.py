@@ -14,6 +14,7 @@ which, and how windows move on. A window is not told what was said before it, an
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,12 +103,21 @@ def transcribe(
         callback: is called with each segment as soon as it is known.
 
     Raises:
-        InvalidArgument: a file that is no WAV file, another kind of model, a language or task that it lacks.
+        InvalidArgument: a file that is no WAV file, samples that are no finite numbers, another kind of model, a
+            language or task that it lacks.
+        TypeError: a value of the wrong type.
     """
+    for name, value, kind, expected in (
+        ("language", language, (str, type(None)), "None or a string"),
+        ("task", task, str, "a string"),
+        ("timestamps", timestamps, bool, "True or False"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback: expected None or a function, got {callback!r}")
     words = Words(llm)
-    samples = load_wav(audio) if isinstance(audio, (str, Path)) else np.asarray(audio, np.float32)
-    if samples.ndim != 1 or not len(samples):
-        raise InvalidArgument(f"audio: expected a WAV file or samples [n], got shape {list(samples.shape)}")
+    samples = load_wav(audio) if isinstance(audio, (str, Path)) else _samples(audio)
     if task not in TASKS:
         raise InvalidArgument(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     if language is not None and language not in words.languages:
@@ -127,6 +137,23 @@ def transcribe(
         if callback is not None:
             callback(segment)
     return Transcription(language, segments, len(samples) / SAMPLE_RATE)
+
+
+def _samples(audio: Any) -> FloatArray:
+    try:
+        given = np.asarray(audio)
+    except ValueError as error:  # lists of different lengths
+        raise InvalidArgument(f"audio: expected a WAV file or samples [n], got {reprlib.repr(audio)}") from error
+    if given.dtype.kind not in "fiu":
+        raise TypeError(f"audio: expected a WAV file or samples [n], got {reprlib.repr(audio)} (dtype {given.dtype})")
+    if given.ndim != 1 or not len(given):
+        raise InvalidArgument(f"audio: expected a WAV file or samples [n], got shape {list(given.shape)}")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
+        samples = given.astype(np.float32)
+    if not np.isfinite(samples).all():
+        at = int(np.isfinite(samples).argmin())
+        raise InvalidArgument(f"audio[{at}]: expected a finite number, got {given[at]}")
+    return samples
 
 
 Say = Callable[[Any, bool], list[int]]
@@ -193,7 +220,9 @@ class Words:
     """
 
     def __init__(self, llm: LLM) -> None:
-        """Raises InvalidArgument for a model that is not Whisper, or that has no tokenizer."""
+        """Raises InvalidArgument for a model that is not Whisper, or that has no tokenizer; TypeError for no LLM."""
+        if not hasattr(llm, "_prompts"):
+            raise TypeError(f"llm: expected an LLM, got {llm!r}")
         reader, tokenizer = llm._prompts.reader, llm.tokenizer
         bins = None if reader is None else reader.mel_bins
         if bins is None or reader is None:

@@ -181,6 +181,9 @@ def open_run(settings: Settings) -> Run:
     else:
         assert settings.model is not None
         llm = LLM(settings.model, **options)
+    if llm._decoder.spec.encoder is not None:
+        llm.close()
+        raise InvalidArgument(f"model, random: expected a decoder-only model, got {llm.name}, which has an encoder")
     run = Run(settings, llm, time.perf_counter() - start)
     longest = max(case.prompt for case in settings.cases) + settings.new_tokens
     if llm.max_model_len is not None and longest > llm.max_model_len:

@@ -26,6 +26,7 @@ from kvcore.checkpoint.weights import PICKLE_ADVICE, SafetensorsFile
 from kvcore.errors import CheckpointError
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
+_NAME: Final = re.compile(r"[\w.-]+")
 _FLOATS: Final = ("F32", "F16", "BF16")
 _MAX_RANK: Final = 4096
 _CHANGED_BASE: Final = ("pissa", "olora", "corda", "loftq")
@@ -86,6 +87,7 @@ def load_lora(folder: str | Path) -> LoraWeights:
                 f"{weights}: module {module!r}: expected lora_A [rank, in] and lora_B [out, rank], rank up to "
                 f"{_MAX_RANK}, got {list(a.shape)} and {list(b.shape)}"
             )
+        scale.check_rank(module, len(a))
         modules[module] = LoraPair(a.astype(np.float32), b.astype(np.float32) * np.float32(scale.of_rank(len(a))))
     if not modules:
         raise CheckpointError(f"{weights}: expected tensors named lora_A and lora_B, got none")
@@ -93,10 +95,10 @@ def load_lora(folder: str | Path) -> LoraWeights:
 
 
 class _Scale:
-    """What config says, once all that is not supported is refused."""
+    """What config says of ranks and factors, once all that is not supported is refused."""
 
     def __init__(self, config: Config) -> None:
-        read = ConfigReader(config)
+        self._read = read = ConfigReader(config)
         kind = read.string("peft_type")
         if kind != "LORA":
             raise read.error("peft_type", '"LORA"', kind)
@@ -110,8 +112,30 @@ class _Scale:
         start = config.get("init_lora_weights", True)
         if isinstance(start, str) and start.startswith(_CHANGED_BASE):
             raise read.error("init_lora_weights", "a way that leaves the base model as it is", start)
+        self._rank = read.integer("r", 8)
+        ranks = read.child("rank_pattern")
+        self._ranks = {} if ranks is None else {name: ranks.integer(name) for name in config["rank_pattern"]}
         self._alpha = read.number("lora_alpha", 8.0)
         self._root = read.boolean("use_rslora", False)
+
+    def check_rank(self, module: str, rank: int) -> None:
+        """Raises CheckpointError for a module of a rank that the config does not give it.
+
+        A key of rank_pattern that is a regular expression is not run, as it may take for ever: it may mean any module.
+        """
+        key, allowed = "r", []
+        for name, of_name in self._ranks.items():
+            if not _NAME.fullmatch(name):
+                allowed.append(of_name)
+            elif f".{module}".endswith(f".{name}"):
+                allowed.append(of_name)
+                key = "rank_pattern"
+                break
+        else:
+            allowed.append(self._rank)
+        if rank not in allowed:
+            expected = f"{rank}, as the tensors of module {module!r} have it"
+            raise self._read.error(key, expected, allowed[0] if len(allowed) == 1 else allowed)
 
     def of_rank(self, rank: int) -> float:
         """The factor of a module of this rank."""

@@ -68,7 +68,7 @@ class SamplingParams:
         presence_penalty: is subtracted from the logits of tokens that the answer has, -2 to 2.
         frequency_penalty: is subtracted for each time that the answer has the token, -2 to 2.
         repetition_penalty: divides the logits above 0 of tokens in prompt and answer, and multiplies those below;
-            above 0, 1 switches it off.
+            0.001 to 1000 (vLLM takes all above 0; float32 logits do not survive more), 1 switches it off.
         logit_bias: token id -> what is added to its logit, -100 to 100.
         bad_words: words that may not come, also in the middle of the text. Needs a tokenizer.
         allowed_token_ids: the only token ids that may come.
@@ -139,9 +139,7 @@ class SamplingParams:
         self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0, "from 0 to 1"))
         for name in ("presence_penalty", "frequency_penalty"):
             self._set(name, _number(name, getattr(self, name), -2.0, 2.0, "from -2 to 2"))
-        penalty = _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "greater than 0")
-        if penalty == 0.0:
-            raise _bad("repetition_penalty", "a number greater than 0", self.repetition_penalty)
+        penalty = _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "from 0.001 to 1000")
         self._set("repetition_penalty", penalty)
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, 0, 2**64 - 1, "None or "))
@@ -252,6 +250,8 @@ class BeamSearchParams:
             "temperature": _number("temperature", self.temperature, 0.0, math.inf, "of at least 0", owner),
             "length_penalty": _number("length_penalty", self.length_penalty, -50.0, 50.0, "from -50 to 50", owner),
         }
+        if not isinstance(self.early_stopping, (bool, str)):
+            raise _wrong_type("early_stopping", "True, False or 'never'", self.early_stopping, owner)
         if self.early_stopping not in (True, False, "never"):
             raise _bad("early_stopping", "True, False or 'never'", self.early_stopping, owner)
         for name in ("ignore_eos", "include_stop_str_in_output"):
