@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+import prometheus_client
 import pytest
 
 from kvcore import SamplingParams
@@ -58,11 +59,10 @@ def test_stats_are_a_snapshot() -> None:
 
 
 def test_prometheus() -> None:
-    prometheus = pytest.importorskip("prometheus_client")
     llm = make()
     source = registry(llm, model_name="tiny")
     for expected in (0, 2):
-        text = prometheus.generate_latest(source).decode()
+        text = prometheus_client.generate_latest(source).decode()
         assert f'kvcore:request_success_total{{finished_reason="length",model_name="tiny"}} {expected}.0' in text
         assert f'kvcore:generation_tokens_total{{model_name="tiny"}} {6 * expected}.0' in text
         assert f'kvcore:time_to_first_token_seconds_count{{model_name="tiny"}} {expected}.0' in text
@@ -86,7 +86,7 @@ def test_prometheus() -> None:
     families = {family.name for family in source.collect()}
     assert len(families) > 15
     llm.close()
-    assert prometheus.generate_latest(source) == b""
+    assert prometheus_client.generate_latest(source) == b""
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

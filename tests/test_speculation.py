@@ -339,7 +339,6 @@ def test_pieces_of_a_stream(stop: str | None) -> None:
 
 
 def test_grammars() -> None:
-    pytest.importorskip("llguidance")
     runs = []
     wanted = StructuredOutputsParams(regex=r"(ab|cd){3,9}x")
     params = SamplingParams(n=3, seed=1, max_tokens=40, structured_outputs=wanted)

@@ -14,8 +14,6 @@ from kvcore.errors import InvalidArgument, KvcoreError
 from mocks import MockTokenizer
 from test_llm import make
 
-pytest.importorskip("llguidance")
-
 SCHEMA = {
     "type": "object",
     "properties": {
