@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvcore._kvcore import Arena, Linear
 from kvcore.models.lora import AdaptedLinear, Adapters
 from kvcore.models.norm import Norm
-from kvcore.models.spec import check_weights, read_output, unused_tensors
+from kvcore.models.spec import check_weights, has_own_output, unused_tensors
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Threads
@@ -95,17 +95,17 @@ class Reader:
 
     def output(self, embedding: npt.NDArray[Any]) -> Linear:
         """The output matrix: the embedding's own, or one of its own."""
-        weight = read_output(self.spec, self._weights)
+        own = has_own_output(self.spec, self._weights)
         bias = self.vector("lm_head.bias").reshape(-1) if self.has("lm_head.bias") else None
+        tensor = self.spec.tensor("lm_head.weight" if own else "embed_tokens.weight")
         if self._quantization is None:
-            return self.pack(embedding if weight is None else weight, bias)
-        tensor = self.spec.tensor("embed_tokens.weight" if weight is None else "lm_head.weight")
+            return self.pack(tensor.read(self._weights) if own else embedding, bias)
         blocks = tensor.read_blocks(self._weights)
         if self._quantization == "auto":
             dtype = self._dtype_of([blocks])
         else:
-            own = None if blocks is None else _HELD.get(blocks[0])
-            dtype = "int4" if own == self._quantization == "int4" else "int8"
+            four_bits = blocks is not None and _HELD.get(blocks[0]) == "int4"
+            dtype = "int4" if four_bits and self._quantization == "int4" else "int8"
         if blocks is not None and _HELD.get(blocks[0]) == dtype:
             return self._of_blocks(*blocks, bias)
         return self.pack(tensor.read(self._weights), bias, dtype=dtype)

@@ -228,7 +228,7 @@ class DecoderSpec:
         norm: how activations are normalised.
         layers: the layers, in order.
         max_position_embeddings: positions that the model was made for.
-        tie_word_embeddings: whether the embedding is the output matrix, too, see ``read_output``.
+        tie_word_embeddings: whether the embedding is the output matrix, too, see ``has_own_output``.
         tensors: the tensors outside the layers, by role.
         ignored_tensors: patterns (``*``) of names that may be in a file and mean nothing.
         embedding_scale, residual_scale, logit_scale: what embeddings, a block's output and logits are multiplied by.
@@ -339,20 +339,26 @@ def read_tensor(spec: DecoderSpec, weights: Weights, role: str, layer: int | Non
     return spec.tensor(role, layer).read(weights)
 
 
-def read_output(spec: DecoderSpec, weights: Weights) -> npt.NDArray[Any] | None:
-    """The output matrix ``[vocab_size, hidden_size]``, or None if it is the embedding.
+def has_own_output(spec: DecoderSpec, weights: Weights) -> bool:
+    """Whether the output matrix is a tensor of its own, not the embedding.
 
     Files of tied models may hold a second copy of the embedding as output matrix. Should the two differ then the file
-    says more than the flag, and the stored matrix counts; transformers 5 does the same.
+    says more than the flag, and the stored matrix counts; transformers 5 does the same. Nothing else is read for it.
 
     Raises:
         CheckpointError: as ``read_tensor``.
     """
-    output = read_tensor(spec, weights, "lm_head.weight")
-    if output is None or not spec.tie_word_embeddings:
-        return output
-    embedding = read_tensor(spec, weights, "embed_tokens.weight")
-    return None if embedding is not None and _same(output, embedding) else output
+    if spec.tensor("lm_head.weight").find(weights) is None:
+        return False
+    if not spec.tie_word_embeddings:
+        return True
+    output, embedding = (read_tensor(spec, weights, role) for role in ("lm_head.weight", "embed_tokens.weight"))
+    return output is None or embedding is None or not _same(output, embedding)
+
+
+def read_output(spec: DecoderSpec, weights: Weights) -> npt.NDArray[Any] | None:
+    """The output matrix ``[vocab_size, hidden_size]``, or None if it is the embedding. Raises as ``read_tensor``."""
+    return read_tensor(spec, weights, "lm_head.weight") if has_own_output(spec, weights) else None
 
 
 def unused_tensors(spec: DecoderSpec, weights: Weights) -> list[str]:
