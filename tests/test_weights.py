@@ -21,7 +21,7 @@ from kvcore.checkpoint.config import load_config
 from kvcore.checkpoint.weights import MAX_HEADER_BYTES, SafetensorsFile, SafetensorsWeights
 from kvcore.errors import CheckpointError
 from kvcore.models.families import spec_from_config
-from kvcore.models.spec import check_weights, read_output, read_tensor, unused_tensors
+from kvcore.models.spec import check_weights, has_own_output, read_output, read_tensor, unused_tensors
 
 REFERENCE = Path(__file__).parent / "data" / "reference"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 288672\n"
@@ -320,6 +320,14 @@ def test_tied_with_and_without_a_stored_output_matrix(tmp_path: Path) -> None:
     output = read_output(spec, weights)
     assert output is not None
     assert np.array_equal(output, tensors["lm_head.weight"])
+
+
+def test_an_untied_output_matrix_is_not_read_to_be_told(tmp_path: Path) -> None:
+    """Of a quantised file that would expand it, gigabytes in a model of many words."""
+    spec, weights = opened(tmp_path, model(tmp_path)[0])
+    assert not spec.tie_word_embeddings
+    assert has_own_output(spec, weights)
+    assert "lm_head.weight" in weights.unused()
 
 
 def test_bias_that_is_there_is_used_and_one_that_must_be_is_named(tmp_path: Path) -> None:
