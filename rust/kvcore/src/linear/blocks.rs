@@ -84,13 +84,13 @@ impl Blocks {
             Self::Q4_1 => Codes { codes: nibbles(&block[4..]), scale, minimum: half(&block[2..]) },
             Self::Q4_K => {
                 let (packed, group) = (&block[4..16], at % groups);
-                let (six, four) = (|i: usize| packed[i] & 63, |i: usize| packed[i]);
+                let six = |i: usize| packed[i] & 63;
                 let (s, t) = if group < 4 {
                     (six(group), six(group + 4))
                 } else {
                     // The upper two bits lie above those of the first four groups.
-                    let low = four(group + 4);
-                    (low & 15 | four(group - 4) >> 6 << 4, low >> 4 | four(group) >> 6 << 4)
+                    let low = packed[group + 4];
+                    (low & 15 | packed[group - 4] >> 6 << 4, low >> 4 | packed[group] >> 6 << 4)
                 };
                 let codes = &block[16 + group / 2 * GROUP_INPUTS..][..GROUP_INPUTS];
                 Codes {
