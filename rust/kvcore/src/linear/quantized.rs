@@ -102,7 +102,7 @@ impl Int4 {
         let (codes, halves) = raw.split_at(INT4_CODES);
         let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
         for (c, codes) in codes.as_chunks().0.iter().enumerate() {
-            (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.load_bytes(codes));
+            (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.stream_bytes(codes));
         }
         (bytes, half_lanes(s, &halves[..HALVES]), half_lanes(s, &halves[HALVES..]))
     }
