@@ -50,8 +50,10 @@ class Decoder:
         dtype: what matrices are held in: float32, bfloat16 or float16. Norms and biases are float32.
         quantization: int8 or int4, in place of ``dtype`` for all but the embedding's rows: blocks that are stored so
             are taken as they are, if all matrices with one input are of one kind, all else is rounded. The output
-            matrix, whose errors nothing evens out, is rounded to 8 bits at least. "auto": each matrix as it is stored,
-            in ``dtype``, in 4 bits, or (5 bits and more) in 8. None: ``dtype``.
+            matrix, whose errors nothing evens out, is rounded to 8 bits at least. The embedding's rows are read from
+            the output matrix where the two are one and nothing was rounded, else from the file's blocks, else held in
+            ``dtype``. "auto": each matrix as it is stored, in ``dtype``, in 4 bits, or (5 bits and more) in 8.
+            None: ``dtype``.
 
     Attributes:
         weight_format: what most weights of matrices are held in, as ``Linear`` has it.
@@ -72,8 +74,8 @@ class Decoder:
         self.spec = spec
         self.cache = cache
         self._ropes = {rope: RopeTable(rope) for rope in spec.ropes}
-        self._embedding = Embedding(read)
-        self._output = read.output(self._embedding.table)
+        self._output, table = read.output()
+        self._embedding = Embedding(read, table)
         self._norm = read.optional_norm("norm")
         self._layers = [Layer(read, layer, cache) for layer in range(spec.num_layers)]
         self._nbytes = read.nbytes + self._read_more(weights, dtype, quantization)
@@ -95,9 +97,8 @@ class Decoder:
 
         Of tables those rows that are looked up; of experts those that are chosen, if all are as likely.
         """
-        tables = self._embedding.tables
-        skipped: int = sum(max(0, len(table) - num_tokens) * table[0].nbytes for table in tables)
-        return self._nbytes - skipped - sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
+        of_layers = sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
+        return self._nbytes - self._embedding.idle_nbytes(num_tokens) - of_layers
 
     def adapter(self, lora: LoraWeights) -> Adapter:
         """Pack an adapter for this decoder.

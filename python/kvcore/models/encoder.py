@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvcore.checkpoint.weights import Weights
     from kvcore.models.encoder_input import EncoderInput
     from kvcore.models.spec import EncoderSpec
+    from kvcore.models.table import Table
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -47,7 +48,7 @@ class Encoder:
         *,
         dtype: str,
         quantization: str | None,
-        table: npt.NDArray[Any] | None,
+        table: Table | None,
     ) -> None:
         """Read and pack its tensors; ``table``: the embedding, if the decoder has the same."""
         read = Reader(spec.stack, weights, threads, dtype=dtype, quantization=quantization)

@@ -10,6 +10,7 @@ use pyo3::types::PyList;
 use crate::arguments::of;
 use crate::arrays::{Weights, block_weights, floats, floats_in_place, weights, zeros};
 use crate::error::{detached, invalid};
+use crate::ids::{MAX_IDS, indices};
 use crate::ops::{activation, norm_kind};
 use crate::runtime::PyThreads;
 
@@ -34,7 +35,7 @@ pub struct PyLinear {
 }
 
 impl PyLinear {
-    fn rows<'py>(&self, py: Python<'py>, out: Vec<f32>, rows: usize) -> PyResult<Bound<'py, PyArray2<f32>>> {
+    fn outputs<'py>(&self, py: Python<'py>, out: Vec<f32>, rows: usize) -> PyResult<Bound<'py, PyArray2<f32>>> {
         PyArray1::from_vec(py, out).reshape([rows, self.linear.outputs()])
     }
 
@@ -132,7 +133,7 @@ impl PyLinear {
             self.linear.forward(self.runtime.level, &self.runtime.threads, x, &mut out, false, should_stop)?;
             Ok(out)
         })?;
-        self.rows(py, out, rows)
+        self.outputs(py, out, rows)
     }
 
     #[pyo3(signature = (x, norm_weight, eps, *, norm_bias = None, norm = "rms"))]
@@ -156,7 +157,7 @@ impl PyLinear {
             norm_linear(self.runtime.level, &self.runtime.threads, &self.linear, x, norm, &mut out, should_stop)?;
             Ok(out)
         })?;
-        self.rows(py, out, rows)
+        self.outputs(py, out, rows)
     }
 
     fn add_forward(&self, py: Python<'_>, x: &Bound<'_, PyAny>, residual: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -191,6 +192,16 @@ impl PyLinear {
         #[pyo3(from_py_with = of::activation)] activation: &str,
     ) -> PyResult<()> {
         self.add_activated(py, ("x", x), residual, self::activation(activation, 0.0, 0.0)?, false)
+    }
+
+    fn rows<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let ids = indices("ids", ids, self.linear.outputs(), MAX_IDS)?;
+        let out = detached(py, |should_stop| {
+            let mut out = zeros(ids.len(), self.linear.inputs())?;
+            self.linear.rows(&self.runtime.threads, &ids, &mut out, should_stop)?;
+            Ok(out)
+        })?;
+        PyArray1::from_vec(py, out).reshape([ids.len(), self.linear.inputs()])
     }
 
     #[getter]

@@ -20,6 +20,7 @@ mod heads;
 mod pack;
 mod product;
 mod quantized;
+mod rows;
 
 use crate::shape::{expect_len, rows_of};
 use crate::simd::{Bf16, F16, F32, Format, Level};
