@@ -273,13 +273,14 @@ def tensors_of(config: dict[str, Any], weights: Any) -> dict[str, tuple[int, Seq
 def convert(folder: Path, to: Path, extra: Sequence[bytes] = (), kinds: Mapping[str, str] | None = None) -> Path:
     """A folder with a configuration in the style of transformers 5 as a GGUF file.
 
-    Matrices whose names in the file match a pattern of ``kinds`` are quantised to its kind, the first one's that does.
+    Matrices whose names in the file match a pattern of ``kinds`` are quantised to its kind, the first one's that does,
+    if its rows are whole blocks.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = tensors_of(config, SafetensorsWeights.open(folder))
     for name, (number, dimensions, content) in tensors.items():
         kind = next((kind for pattern, kind in (kinds or {}).items() if fnmatchcase(name, pattern)), None)
-        if kind is not None and len(dimensions) == 2:
+        if kind is not None and len(dimensions) == 2 and dimensions[0] % 32 == 0:
             given = np.frombuffer(content, np.float32 if number == 0 else ml_dtypes.bfloat16)
             wanted = gguf.GGMLQuantizationType[kind]
             blocks = gguf.quants.quantize(given.astype(np.float32).reshape(dimensions[::-1]), wanted)

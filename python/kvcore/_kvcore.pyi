@@ -782,6 +782,14 @@ class Linear:
                 scales. TypeError: another array type.
         """
 
+    @staticmethod
+    def packed_nbytes(out_features: int, in_features: int, *, dtype: str = "float32", bias: bool = False) -> int:
+        """``nbytes`` of a layer of this shape, without making one.
+
+        Raises:
+            InvalidArgument: a size below 1 or beyond what can be addressed, or another dtype.
+        """
+
     def __call__(self, x: _Floats) -> npt.NDArray[np.float32]:
         """x @ W.T + b: x [rows, in_features], the result [rows, out_features]."""
 

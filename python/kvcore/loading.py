@@ -213,14 +213,13 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
     from kvcore._kvcore import Threads
     from kvcore.models.decoder import Decoder
     from kvcore.models.encoder_decoder import EncoderDecoder
+    from kvcore.models.held import held_quantization
 
     dtype = weight_dtype(config, options)
     threads = Threads(options.num_threads)
     probe = make_cache(spec, dtype, options, 1, threads, "")
     blocks = num_blocks(spec, probe.bytes_per_token, options, cross_block_bytes=_cross_block_bytes(probe))
-    quantization = None if options.quantization == "none" else options.quantization
-    if quantization == "auto" and dtype == "float32":
-        quantization = None  # whoever asks for float32 asks for its arithmetic
+    quantization = held_quantization(options.quantization, dtype)
     held = f"{quantization} beside {dtype}" if quantization else dtype
     cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held}")
     kind = Decoder if spec.encoder is None else EncoderDecoder
@@ -356,8 +355,7 @@ class RandomWeights:
     def __init__(self, spec: DecoderSpec, seed: int) -> None:
         """Raises OutOfMemory for a model with a tensor that alone is more than the available memory."""
         self._seed = seed
-        # tensors that may be missing are missing: no biases, and a tied output matrix
-        self._shapes = {tensor.name: tensor.stored_shape for tensor in spec.all_tensors() if tensor.required}
+        self._shapes = spec.required_shapes()
         available = available_memory()
         for name, shape in self._shapes.items():
             if 4 * math.prod(shape) > available:
@@ -394,6 +392,9 @@ class RandomWeights:
 
     def blocks(self, name: str) -> None:
         """None: random values are no blocks."""
+
+    def block_kind(self, name: str) -> None:
+        """None, too."""
 
     def unused(self) -> list[str]:
         """Nothing is ever left over."""

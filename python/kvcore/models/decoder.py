@@ -14,7 +14,7 @@ that of its rows, and of numpy only what rounds each value by itself (sums and p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ class Decoder:
             the output matrix where the two are one and nothing was rounded, else from the file's blocks, else held in
             ``dtype``. "auto": each matrix as it is stored, in ``dtype``, in 4 bits, or (5 bits and more) in 8.
             None: ``dtype``.
+        reader: what reads and packs the tensors.
 
     Attributes:
         weight_format: what most weights of matrices are held in, as ``Linear`` has it.
@@ -63,9 +64,16 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: DecoderSpec, weights: Weights, cache: KVCache, *, dtype: str, quantization: str | None = None
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        cache: KVCache,
+        *,
+        dtype: str,
+        quantization: str | None = None,
+        reader: type[Reader] = Reader,
     ) -> None:
-        read = Reader(spec, weights, cache.threads, dtype=dtype, quantization=quantization)
+        read = reader(spec, weights, cache.threads, dtype=dtype, quantization=quantization)
         for rope in spec.ropes:
             if rope.rotary_dim > spec.head_dim:
                 raise CheckpointError(
@@ -78,12 +86,12 @@ class Decoder:
         self._embedding = Embedding(read, table)
         self._norm = read.optional_norm("norm")
         self._layers = [Layer(read, layer, cache) for layer in range(spec.num_layers)]
-        self._nbytes = read.nbytes + self._read_more(weights, dtype, quantization)
+        self._nbytes = read.nbytes + self._read_more(weights, reader, dtype=dtype, quantization=quantization)
         self.weight_format = read.formats.most_common(1)[0][0]
         self._adapters = read.adapters
         read.warn_of_unused()
 
-    def _read_more(self, weights: Weights, dtype: str, quantization: str | None) -> int:
+    def _read_more(self, weights: Weights, reader: type[Reader], **held_in: Any) -> int:
         """Read what is there beside the decoder; how many bytes it takes."""
         return 0
 
