@@ -17,7 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore import LLM, CheckpointError, InvalidArgument, InvalidState, KvcoreError, OutOfMemory, SamplingParams
+from kvcore import (
+    LLM,
+    AsyncLLM,
+    CheckpointError,
+    InvalidArgument,
+    InvalidState,
+    KvcoreError,
+    OutOfMemory,
+    SamplingParams,
+    Session,
+)
 from models import END, EXACT, REFERENCE, TINY, add_tokenizer, assert_nothing_held, chain_folder, copy_reference
 
 GQA = REFERENCE / "llama_gqa"
@@ -479,20 +489,36 @@ def test_sampling_params(values: dict[str, Any], error: type[Exception]) -> None
 # -- conversations ---------------------------------------------------------------------------------------------------
 
 
-MESSAGES: list[tuple[Any, type[Exception]]] = [
-    *(
-        (messages, TypeError)
-        for messages in (None, 5, "hi", {"role": "user", "content": "a"}, [5], [None], ["hi"], Odd())
-    ),
-    *((messages, InvalidArgument) for messages in ([], [[]], [[5]], [{}], [{"role": "user"}], [{"content": "a"}])),
-    *(([{"role": "user", "content": value}], InvalidArgument) for value in (5, ["a"], b"a", {"a": Odd()})),
+MESSAGES: list[Any] = [
+    *(None, 5, "hi", {"role": "user", "content": "a"}, [5], [None], ["hi"], Odd()),
+    *([], [[]], [[5]], [{}], [{"role": "user"}], [{"content": "a"}]),
+    *([{"role": "user", "content": value}] for value in (5, ["a"], b"a", {"a": Odd()})),
 ]
 
 
-@pytest.mark.parametrize(("messages", "error"), MESSAGES, ids=repr)
-def test_messages(messages: Any, error: type[Exception], llm: LLM) -> None:
-    with pytest.raises(error, match=r"(?s)messages.*(expected|must be|empty|has no content)"):
-        llm.chat(messages, GREEDY)
+@pytest.mark.parametrize("messages", MESSAGES, ids=repr)
+def test_messages(messages: Any, llm: LLM) -> None:
+    """A conversation is data, which may come from anywhere: whatever is wrong with it is an InvalidArgument."""
+    with Session(llm, [1, 2, 3]) as session:
+        for call in (llm.chat, llm.stream_chat, AsyncLLM(llm).chat, session.chat):
+            with pytest.raises(InvalidArgument, match=r"(?s)messages.*: expected .*, got"):
+                call(messages, GREEDY)
+        assert session.token_ids == [1, 2, 3]
+    with pytest.raises(InvalidArgument, match=r"(?s)messages.*: expected .*, got"):
+        llm.render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, 5.0, b"ab", Odd(), {1, 2}, True, {"prompt": None}, {"text": "a"}, [[None]], ["a", 5]], ids=repr
+)
+def test_what_is_no_prompt(prompt: Any, llm: LLM) -> None:
+    """Every way to ask says what a prompt is."""
+    for call in (llm.generate, llm.stream, AsyncLLM(llm).generate):
+        with pytest.raises((TypeError, InvalidArgument), match=r"(?s)prompt.*: expected .*, got"):
+            call(prompt, GREEDY)
+    if prompt is not None:
+        with pytest.raises((TypeError, InvalidArgument), match=r"(?s)prompt.*: expected .*, got"):
+            Session(llm, prompt)
 
 
 @pytest.mark.parametrize(

@@ -288,11 +288,11 @@ class LLM:
             One output per conversation.
 
         Raises:
-            As ``generate``; InvalidArgument if there is no template, if it refuses the conversation, or for marks that
-            are not as they should be.
+            As ``generate``; InvalidArgument for messages of another kind, if there is no template, if it refuses the
+            conversation, or for marks that are not as they should be.
         """
         if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"messages: expected a list of messages, got {type(messages).__name__}")
+            raise InvalidArgument(f"messages: expected a list of messages, got {type(messages).__name__}")
         if not messages:
             raise InvalidArgument("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
