@@ -23,7 +23,7 @@ from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 from kvcore.llm import LLM
 from kvcore.loading import Options
-from kvcore.memory import available_memory
+from kvcore.memory import available_memory, total_memory
 from kvcore.outputs import RequestOutput
 from mocks import MockCache, MockChatTemplate, MockDecoder, MockTokenizer, text_script
 
@@ -568,6 +568,8 @@ def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks(available=40 * block) == 20
     assert blocks(available=0) == 1
     assert available_memory() > 0
+    total = total_memory()
+    assert total is None or total >= available_memory()
 
 
 def test_memory_is_shared_with_what_encoders_give() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvcore import (
     Session,
 )
 from models import END, EXACT, REFERENCE, TINY, add_tokenizer, assert_nothing_held, chain_folder, copy_reference
+from soak import resident_bytes
 
 GQA = REFERENCE / "llama_gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -299,6 +301,36 @@ def test_a_model_too_large_for_any_memory() -> None:
 def test_a_tensor_too_large_for_any_memory(key: str, tensor: str, quantization: str) -> None:
     with pytest.raises(OutOfMemory, match=rf"{tensor}.*: expected a tensor of at most \d+ bytes .*got \[2147483647, "):
         LLM.from_config(TINY | {key: 2**31 - 1}, quantization=quantization)
+
+
+def test_tensors_too_large_together(tmp_path: Path) -> None:
+    """Each of them would fit: what is held together is told before any is read or drawn."""
+    config = TINY | {"num_hidden_layers": 4000, "hidden_size": 1 << 13, "intermediate_size": 1 << 15}
+    config |= {"num_attention_heads": 64, "num_key_value_heads": 64, "dtype": "bfloat16"}
+    before = resident_bytes() or 0
+    weights = 4000 * (4 * (1 << 26) + 3 * (1 << 28))
+    for quantization, bits in (("none", 16), ("int4", 5)):
+        with pytest.raises(OutOfMemory, match=r"expected weights of at most \d+ bytes .*, got \d+ bytes in") as error:
+            LLM.from_config(config, quantization=quantization)
+        got = int(re.findall(r"got (\d+) bytes", str(error.value))[0])
+        assert got == pytest.approx(weights * bits / 8, rel=0.001)
+    assert (resident_bytes() or 0) < before + (64 << 20)
+
+
+def test_a_checkpoint_larger_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(GQA, dtype="bfloat16", num_kv_blocks=4) as llm:
+        held = llm.weight_bytes
+    monkeypatch.setattr("kvcore.loading.total_memory", lambda: held)
+    LLM(GQA, dtype="bfloat16", num_kv_blocks=4).close()
+    with pytest.raises(OutOfMemory, match=rf"model\.safetensors: expected weights of at most {held} bytes .*, got \d+"):
+        LLM(GQA, dtype="float32", num_kv_blocks=4)
+    monkeypatch.setattr("kvcore.loading.total_memory", lambda: held - 1)
+    monkeypatch.setattr("kvcore.models.reader.Linear", None)  # nothing is packed
+    with pytest.raises(OutOfMemory, match=f"at most {held - 1} bytes .*, got {held} bytes in auto beside bfloat16"):
+        LLM(GQA, dtype="bfloat16", num_kv_blocks=4)
+    monkeypatch.setattr("kvcore.loading.total_memory", lambda: None)  # unknown: whatever the system says
+    with pytest.raises(TypeError):
+        LLM(GQA, dtype="bfloat16", num_kv_blocks=4)
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvcore.engine.speculation import SpeculativeConfig
 from kvcore.errors import InvalidArgument, OutOfMemory
-from kvcore.memory import available_memory
+from kvcore.memory import available_memory, total_memory
 
 if TYPE_CHECKING:
     from kvcore._kvcore import KVCache, Threads
@@ -209,19 +209,29 @@ def make_chat_template(tokenizer: Tokenizer | None, template: str | None = None)
 
 
 def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], options: Options, fingerprint: str) -> Any:
-    """The decoder with its weights packed and its cache allocated; ``fingerprint`` names the weights."""
+    """The decoder with its weights packed and its cache allocated; ``fingerprint`` names the weights.
+
+    Raises:
+        OutOfMemory: its weights are more than the machine has memory; nothing was read then.
+    """
     from kvcore._kvcore import Threads
     from kvcore.models.decoder import Decoder
     from kvcore.models.encoder_decoder import EncoderDecoder
-    from kvcore.models.held import held_quantization
+    from kvcore.models.held import held_nbytes, held_quantization
 
     dtype = weight_dtype(config, options)
+    quantization = held_quantization(options.quantization, dtype)
+    held_in = f"{quantization} beside {dtype}" if quantization else dtype
+    held, most = held_nbytes(spec, weights, dtype=dtype, quantization=quantization), total_memory()
+    if most is not None and held > most:
+        raise OutOfMemory(
+            f"{weights.source}: expected weights of at most {most} bytes (this machine's memory and swap, or its "
+            f"container's limit), got {held} bytes in {held_in}"
+        )
     threads = Threads(options.num_threads)
     probe = make_cache(spec, dtype, options, 1, threads, "")
     blocks = num_blocks(spec, probe.bytes_per_token, options, cross_block_bytes=_cross_block_bytes(probe))
-    quantization = held_quantization(options.quantization, dtype)
-    held = f"{quantization} beside {dtype}" if quantization else dtype
-    cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held}")
+    cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held_in}")
     kind = Decoder if spec.encoder is None else EncoderDecoder
     return kind(spec, weights, cache, dtype=dtype, quantization=quantization)
 
