@@ -8,8 +8,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::arguments::of;
-use crate::arrays::{Weights, block_weights, floats, floats_in_place, weights, zeros};
-use crate::error::{detached, invalid};
+use crate::arrays::{Size, Weights, block_weights, floats, floats_in_place, weights, zeros};
+use crate::error::{detached, invalid, to_python};
+use crate::ids::{MAX_IDS, indices};
 use crate::ops::{activation, norm_kind};
 use crate::runtime::PyThreads;
 
@@ -34,7 +35,7 @@ pub struct PyLinear {
 }
 
 impl PyLinear {
-    fn rows<'py>(&self, py: Python<'py>, out: Vec<f32>, rows: usize) -> PyResult<Bound<'py, PyArray2<f32>>> {
+    fn outputs<'py>(&self, py: Python<'py>, out: Vec<f32>, rows: usize) -> PyResult<Bound<'py, PyArray2<f32>>> {
         PyArray1::from_vec(py, out).reshape([rows, self.linear.outputs()])
     }
 
@@ -53,6 +54,17 @@ impl PyLinear {
         detached(py, |should_stop| {
             activated_linear_add(*level, threads, &self.linear, activation, gated, x, out, should_stop)
         })
+    }
+}
+
+fn weight_dtype(name: &str) -> PyResult<WeightDtype> {
+    match name {
+        "float32" | "f32" => Ok(WeightDtype::F32),
+        "bfloat16" | "bf16" => Ok(WeightDtype::Bf16),
+        "float16" | "f16" => Ok(WeightDtype::F16),
+        "int8" => Ok(WeightDtype::Int8),
+        "int4" => Ok(WeightDtype::Int4),
+        other => Err(invalid(format!("dtype: expected float32, bfloat16, float16, int8 or int4, got {other:?}"))),
     }
 }
 
@@ -93,17 +105,7 @@ impl PyLinear {
         threads: Option<&PyThreads>,
         arena: Option<&PyArena>,
     ) -> PyResult<Self> {
-        let dtype = match dtype {
-            "float32" | "f32" => WeightDtype::F32,
-            "bfloat16" | "bf16" => WeightDtype::Bf16,
-            "float16" | "f16" => WeightDtype::F16,
-            "int8" => WeightDtype::Int8,
-            "int4" => WeightDtype::Int4,
-            other => {
-                let text = format!("dtype: expected float32, bfloat16, float16, int8 or int4, got {other:?}");
-                return Err(invalid(text));
-            }
-        };
+        let dtype = weight_dtype(dtype)?;
         let (weight, outputs, inputs) = match blocks {
             None => weights("weight", weight)?,
             Some(blocks) => block_weights("weight", weight, blocks)?,
@@ -124,6 +126,19 @@ impl PyLinear {
         Ok(Self { linear, runtime })
     }
 
+    #[staticmethod]
+    #[pyo3(signature = (out_features, in_features, *, dtype = "float32", bias = false))]
+    fn packed_nbytes(
+        out_features: Size<'_>,
+        in_features: Size<'_>,
+        #[pyo3(from_py_with = of::dtype)] dtype: &str,
+        bias: bool,
+    ) -> PyResult<usize> {
+        let (outputs, inputs) = (out_features.get("out_features")?, in_features.get("in_features")?);
+        let packed = Linear::packed_bytes(outputs, inputs, weight_dtype(dtype)?).map_err(to_python)?;
+        Ok(packed.saturating_add(if bias { outputs.saturating_mul(size_of::<f32>()) } else { 0 }))
+    }
+
     fn __call__<'py>(&self, py: Python<'py>, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let x = floats("x", x, &[None, Some(self.linear.inputs())])?;
         let (rows, x) = (x.shape()[0], x.as_slice()?);
@@ -132,7 +147,7 @@ impl PyLinear {
             self.linear.forward(self.runtime.level, &self.runtime.threads, x, &mut out, false, should_stop)?;
             Ok(out)
         })?;
-        self.rows(py, out, rows)
+        self.outputs(py, out, rows)
     }
 
     #[pyo3(signature = (x, norm_weight, eps, *, norm_bias = None, norm = "rms"))]
@@ -156,7 +171,7 @@ impl PyLinear {
             norm_linear(self.runtime.level, &self.runtime.threads, &self.linear, x, norm, &mut out, should_stop)?;
             Ok(out)
         })?;
-        self.rows(py, out, rows)
+        self.outputs(py, out, rows)
     }
 
     fn add_forward(&self, py: Python<'_>, x: &Bound<'_, PyAny>, residual: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -191,6 +206,16 @@ impl PyLinear {
         #[pyo3(from_py_with = of::activation)] activation: &str,
     ) -> PyResult<()> {
         self.add_activated(py, ("x", x), residual, self::activation(activation, 0.0, 0.0)?, false)
+    }
+
+    fn rows<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let ids = indices("ids", ids, self.linear.outputs(), MAX_IDS)?;
+        let out = detached(py, |should_stop| {
+            let mut out = zeros(ids.len(), self.linear.inputs())?;
+            self.linear.rows(&self.runtime.threads, &ids, &mut out, should_stop)?;
+            Ok(out)
+        })?;
+        PyArray1::from_vec(py, out).reshape([ids.len(), self.linear.inputs()])
     }
 
     #[getter]
