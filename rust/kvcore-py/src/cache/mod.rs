@@ -34,9 +34,10 @@ pub use lock::forked;
 pub use view::PyTileView;
 
 use crate::arguments::{of, text, wrong_type};
-use crate::arrays::{Size, floats, zeros};
+use crate::arrays::{Size, floats};
 use crate::error::{detached, invalid, to_python};
 use crate::ids::{self, indices, room};
+use crate::results;
 use crate::runtime::PyThreads;
 use group::Defaults;
 use lock::Shared;
@@ -432,13 +433,13 @@ impl PyKvCache {
         let scores = ScoreArrays::new(heads, scale, window, softcap, sinks, alibi_slopes, (position_bias, bias_ahead))?;
         let (q, options) = (q.as_slice()?, scores.options()?);
         let (out, lse) = self.look_long(py, |cache, should_stop| {
-            let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
-            let mut lse = if return_lse { Some(zeros(batch.num_tokens, heads)?) } else { None };
+            let mut out = results::Output::new(&self.threads.threads, batch.num_tokens * heads, l.v_dim)?;
+            let mut lse = if return_lse { Some(vec![0.0; batch.num_tokens * heads]) } else { None };
             let output = Output { out: &mut out, lse: lse.as_deref_mut() };
             cache.attend(layer, &*batch.look(should_stop)?, heads, options, q, output, should_stop)?;
             Ok((out, lse))
         })?;
-        let out = PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])?;
+        let out = out.into_array(py, [batch.num_tokens, heads, l.v_dim])?;
         match lse {
             None => Ok(out.into_any()),
             Some(lse) => (out, PyArray1::from_vec(py, lse).reshape([batch.num_tokens, heads])?).into_bound_py_any(py),
