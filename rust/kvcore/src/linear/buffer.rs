@@ -4,7 +4,6 @@
 //! machine's bandwidth. Layers of one model therefore lie together in chunks large enough for huge pages.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memmap2::{MmapOptions, MmapRaw};
@@ -25,21 +24,15 @@ const ALIGN: usize = 128;
 #[derive(Default)]
 pub struct Arena(Mutex<Option<Free>>);
 
-struct Chunk {
-    map: MmapRaw,
-    /// Where the last buffer ends so far.
-    used: AtomicUsize,
-}
-
 /// What is left of the newest chunk.
 struct Free {
-    chunk: Arc<Chunk>,
+    chunk: Arc<MmapRaw>,
     range: Range<usize>,
 }
 
 /// Bytes of a chunk that belong to one layer alone.
 pub(super) struct Buffer {
-    chunk: Arc<Chunk>,
+    chunk: Arc<MmapRaw>,
     range: Range<usize>,
 }
 
@@ -72,15 +65,13 @@ fn map(len: usize) -> Result<Free> {
     #[cfg(all(target_os = "linux", not(miri)))]
     let _ = map.advise(memmap2::Advice::HugePage);
     let start = map.as_ptr().align_offset(HUGE_PAGE).min(HUGE_PAGE);
-    let chunk = Chunk { map: map.into(), used: AtomicUsize::new(start) };
-    Ok(Free { chunk: Arc::new(chunk), range: start..padded })
+    Ok(Free { chunk: Arc::new(map.into()), range: start..padded })
 }
 
 impl Free {
     fn take(&mut self, len: usize) -> Result<Buffer> {
         let range = self.range.start..self.range.start + len;
         self.range.start += len.next_multiple_of(ALIGN);
-        self.chunk.used.store(range.end, Ordering::Relaxed);
         Ok(Buffer { chunk: Arc::clone(&self.chunk), range })
     }
 }
@@ -91,16 +82,10 @@ impl Buffer {
         self.range.len()
     }
 
-    /// Addresses of the buffers behind it in its chunk: first of the one that was taken next.
-    pub(super) fn behind(&self) -> Range<usize> {
-        let start = self.chunk.map.as_ptr().addr();
-        start + self.range.end..start + self.chunk.used.load(Ordering::Relaxed)
-    }
-
     fn bytes(&self) -> &[u8] {
         // SAFETY: the range lies within the mapping, which lives as long as `chunk` and is never remapped; no other
         // buffer has any of its bytes, since `take` hands each out once, and `&mut self` guards writes to it.
-        unsafe { std::slice::from_raw_parts(self.chunk.map.as_ptr().add(self.range.start), self.range.len()) }
+        unsafe { std::slice::from_raw_parts(self.chunk.as_ptr().add(self.range.start), self.range.len()) }
     }
 
     /// The bytes as steps of groups.
@@ -112,7 +97,7 @@ impl Buffer {
     pub(super) fn groups_mut<T: bytemuck::Pod>(&mut self) -> &mut [T] {
         // SAFETY: as in `bytes`; `&mut self` makes it the only reference.
         let bytes =
-            unsafe { std::slice::from_raw_parts_mut(self.chunk.map.as_mut_ptr().add(self.range.start), self.range.len()) };
+            unsafe { std::slice::from_raw_parts_mut(self.chunk.as_mut_ptr().add(self.range.start), self.range.len()) };
         bytemuck::cast_slice_mut(bytes)
     }
 }

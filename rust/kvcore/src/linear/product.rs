@@ -9,8 +9,6 @@
 //! through weights on huge pages all of the read bandwidth, as two rows or one take no longer than the loads.
 #![forbid(unsafe_code)]
 
-use std::ops::Range;
-
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use crate::Result;
 use crate::simd::{Format, LANES, Simd, Work};
@@ -22,9 +20,6 @@ const SLICE: usize = 256 << 10;
 const FEW: usize = 4;
 /// How far ahead they are asked for then, in bytes: a processor's own prefetcher begins anew at each matrix and page.
 const AHEAD: usize = 4 << 10;
-/// Bytes behind a layer's weights that waiting threads ask for, since the next layer probably lies there: a part of the L2
-/// cache.
-const EXPECTED: usize = 512 << 10;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 /// Multiply-adds that are worth handing to another thread.
@@ -88,8 +83,6 @@ pub(super) struct Layer<'a, F: Weights> {
     /// From one row of factors to the next.
     pub(super) stride: usize,
     pub(super) outputs: usize,
-    /// Addresses behind the weights.
-    pub(super) behind: Range<usize>,
 }
 
 impl<F: Weights> Layer<'_, F> {
@@ -104,9 +97,6 @@ impl<F: Weights> Layer<'_, F> {
         should_stop: ShouldStop<'_>,
     ) -> Result<()> {
         let rows = coefs.len() / self.stride;
-        if rows <= FEW {
-            threads.expect(self.behind.start..self.behind.end.min(self.behind.start + EXPECTED));
-        }
         let blocks = rows.div_ceil(TASK_ROWS);
         let groups = self.weights.len() / self.steps;
         let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);

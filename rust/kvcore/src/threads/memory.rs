@@ -34,7 +34,8 @@ impl Memory {
         if len >= SMALL
             && let Ok(mut kept) = self.0.try_lock()
         {
-            let fits = kept.iter().enumerate().filter(|(_, piece)| (len..=len.saturating_mul(2)).contains(&piece.len()));
+            let fits =
+                kept.iter().enumerate().filter(|(_, piece)| (len..=len.saturating_mul(2)).contains(&piece.len()));
             if let Some((at, _)) = fits.min_by_key(|(_, piece)| piece.len()) {
                 return kept.remove(at).map_or_else(|| new(len), Ok);
             }

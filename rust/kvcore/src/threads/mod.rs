@@ -2,22 +2,18 @@
 //!
 //! ```text
 //! for_each(items): the caller and up to n - 1 workers take the next item until none is left   [`pool`]
-//! expect(bytes):   what the next call will probably read: workers ask for it while they wait  [`ahead`]
 //! scratch(n):      memory of calls that are over                                              [`memory`]
 //! ```
 //! The caller works too, so one thread means no hand-over at all. Which thread takes which item is chance; results
 //! never depend on it, because items write disjoint outputs and sums run inside an item.
 
-mod ahead;
 mod memory;
 mod pool;
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use self::ahead::Ahead;
 pub use self::memory::{Memory, Scratch};
 use self::pool::Pool;
 use crate::{Error, Result};
@@ -39,7 +35,6 @@ const PACE: Duration = Duration::from_millis(1);
 pub struct Threads {
     num_threads: usize,
     workers: Workers,
-    ahead: Arc<Ahead>,
     memory: Memory,
 }
 
@@ -80,18 +75,12 @@ impl Threads {
                 "num_threads: expected 1 to {MAX_THREADS} (or none, for all that are available), got {num_threads}"
             )));
         }
-        Ok(Self { num_threads, workers: Workers::new(), ahead: Arc::default(), memory: Memory::default() })
+        Ok(Self { num_threads, workers: Workers::new(), memory: Memory::default() })
     }
 
     /// Threads that a call may use, the calling one among them.
     pub fn num_threads(&self) -> usize {
         self.num_threads
-    }
-
-    /// The addresses that a call after this one will probably read: workers that wait ask for them into their caches. A
-    /// hint, without effect on any value; they need not even exist.
-    pub fn expect(&self, addresses: Range<usize>) {
-        self.ahead.set(addresses);
     }
 
     /// Call `work` once for each item, on up to [`Self::num_threads`] threads, and wait for all.
@@ -172,7 +161,7 @@ impl Threads {
         }
         // Where threads share CPUs, one that watches takes the time of one that works.
         let watch = self.num_threads <= available();
-        let made = Arc::new(Pool::new(self.num_threads - 1, watch, Arc::clone(&self.ahead))?);
+        let made = Arc::new(Pool::new(self.num_threads - 1, watch)?);
         Ok(Arc::clone(pool.insert(made)))
     }
 }
