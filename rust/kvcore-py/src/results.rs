@@ -29,7 +29,7 @@ impl Output {
     pub fn new(threads: &Arc<Threads>, rows: usize, width: usize) -> kvcore::Result<Self> {
         let len = rows.saturating_mul(width);
         let values = threads.memory().take(len)?;
-        Ok(Self { piece: Piece { values, shape: Vec::new(), threads: Arc::clone(threads) }, len })
+        Ok(Self { piece: Piece { values, address: 0, shape: Vec::new(), threads: Arc::clone(threads) }, len })
     }
 
     /// As an array of this shape, which has as many values.
@@ -43,7 +43,7 @@ impl Output {
             piece.values.truncate(len);
             return PyArray1::from_vec(py, std::mem::take(&mut piece.values)).reshape(shape);
         }
-        piece.shape = shape.slice().to_vec();
+        (piece.address, piece.shape) = (piece.values.as_mut_ptr().expose_provenance(), shape.slice().to_vec());
         let array = py.import("numpy")?.call_method1("asarray", (Bound::new(py, piece)?,))?;
         Ok(array.cast_into()?)
     }
@@ -67,6 +67,7 @@ impl std::ops::DerefMut for Output {
 #[pyclass(name = "_Piece", module = "kvcore._kvcore", frozen)]
 struct Piece {
     values: Vec<f32>,
+    address: usize,
     shape: Vec<usize>,
     threads: Arc<Threads>,
 }
@@ -84,7 +85,7 @@ impl Piece {
         let dict = PyDict::new(py);
         dict.set_item("version", 3)?;
         // The address, and that it may be written to: by numpy alone, since nothing here looks at the values again.
-        dict.set_item("data", (self.values.as_ptr().expose_provenance(), false))?;
+        dict.set_item("data", (self.address, false))?;
         dict.set_item("typestr", if cfg!(target_endian = "little") { "<f4" } else { ">f4" })?;
         dict.set_item("shape", PyTuple::new(py, &self.shape)?)?;
         Ok(dict)
