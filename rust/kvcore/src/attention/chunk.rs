@@ -23,15 +23,15 @@ pub const CHUNK: usize = 256;
 /// Tiles of a chunk.
 pub const TILES: usize = CHUNK / TILE;
 
-/// What one KV head of a sequence has stored.
-#[derive(Clone, Copy)]
+/// What some KV heads of a sequence have stored.
+#[derive(Clone)]
 pub struct Context<'a> {
     /// The layer's K and V.
     pub view: LayerView<'a>,
     /// The sequence's block table.
     pub blocks: &'a [BlockId],
-    /// The KV head.
-    pub head: usize,
+    /// The KV heads; one alone where tiles are expanded, turned or gathered.
+    pub heads: Range<usize>,
 }
 
 /// Room for a chunk's tiles where those of the blocks cannot be multiplied as they are.
@@ -48,14 +48,58 @@ impl<F: Format> Default for Buffers<F> {
     }
 }
 
-/// The tiles of one chunk; empty where no row sees them.
+/// The tiles of some heads in one chunk; empty where no row sees them.
 pub struct Chunk<'a, F: Format> {
-    /// `[k_dim / STEP]` steps of 16 tokens each.
+    /// Steps of one head's K tile and V tile.
+    steps: (usize, usize),
+    /// `[heads][k_dim / STEP]` steps of 16 tokens each.
     pub k: [&'a [F::Raw]; TILES],
-    /// `[16 / STEP][padded v_dim / 16]` steps of 16 dimensions each.
+    /// `[heads][16 / STEP][padded v_dim / 16]` steps of 16 dimensions each.
     pub v: [&'a [F::Raw]; TILES],
+    /// Of each head, where the cache has scales for each token.
+    scales: Vec<TokenScales<'a>>,
+}
+
+/// What one head has of a chunk.
+pub struct HeadChunk<'a, F: Format> {
+    chunk: &'a Chunk<'a, F>,
+    head: usize,
+}
+
+impl<F: Format> Clone for HeadChunk<'_, F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F: Format> Copy for HeadChunk<'_, F> {}
+
+impl<F: Format> Chunk<'_, F> {
+    /// What a head has, counted from the first.
+    pub fn head(&self, head: usize) -> HeadChunk<'_, F> {
+        HeadChunk { chunk: self, head }
+    }
+}
+
+impl<'a, F: Format> HeadChunk<'a, F> {
+    /// The K tile `t`: `[k_dim / STEP]` steps of 16 tokens each.
+    #[inline(always)]
+    pub fn k(&self, t: usize) -> &'a [F::Raw] {
+        let steps = self.chunk.steps.0;
+        &self.chunk.k[t][self.head * steps..][..steps]
+    }
+
+    /// The V tile `t`: `[16 / STEP][padded v_dim / 16]` steps of 16 dimensions each.
+    #[inline(always)]
+    pub fn v(&self, t: usize) -> &'a [F::Raw] {
+        let steps = self.chunk.steps.1;
+        &self.chunk.v[t][self.head * steps..][..steps]
+    }
+
     /// Scales of each token, where the cache has them.
-    pub scales: Option<TokenScales<'a>>,
+    pub fn scales(&self) -> Option<&'a TokenScales<'a>> {
+        self.chunk.scales.get(self.head)
+    }
 }
 
 /// What each token's stored values are multiplied by.
@@ -84,11 +128,15 @@ impl<'a> Context<'a> {
         (self.blocks[t / per_block], t % per_block)
     }
 
-    /// The stored bytes of tile `t`, K and V.
-    pub fn stored(&self, t: usize) -> [&'a [u8]; 2] {
+    /// The stored K of tile `t`.
+    pub fn stored_k(&self, t: usize) -> &'a [u8] {
         let (block, tile) = self.place(t);
-        let v = if self.view.layout.latent { &[] } else { self.view.v_tile(block, self.head, tile) };
-        [self.view.k_tile(block, self.head, tile), v]
+        self.view.k_tiles(block, &self.heads, tile)
+    }
+
+    /// Whether V is not read as it is stored.
+    pub fn turns(&self) -> bool {
+        self.expands() || self.view.layout.latent
     }
 
     /// Make room in `buffers` for [`Self::chunk`], or none if it needs none.
@@ -96,19 +144,19 @@ impl<'a> Context<'a> {
         let (k, v) = self.steps::<F>();
         let room = |steps: usize, needed: bool| if needed { TILES * steps } else { 0 };
         buffers.k.resize(room(k, self.expands()), bytemuck::Zeroable::zeroed());
-        buffers.v.resize(room(v, self.expands() || self.view.layout.latent), bytemuck::Zeroable::zeroed());
+        buffers.v.resize(room(v, self.turns()), bytemuck::Zeroable::zeroed());
     }
 
     /// Tile `t` as the kernels read it.
     pub fn copy_tile<S: Simd, F: Format>(&self, s: S, t: usize, to: &mut Gathered<F>) {
-        let (view, head) = (self.view, self.head);
+        let (view, head) = (self.view, self.heads.start);
         let (block, tile) = self.place(t);
         let (k, v) = (&mut to.k[..], &mut to.v[..]);
         s.run(FillTile::<F> { context: self, block, tile, k: self.expands().then_some(&mut *k), v });
         if !self.expands() {
             k.copy_from_slice(bytemuck::cast_slice(view.k_tile(block, head, tile)));
         }
-        if !self.expands() && !view.layout.latent {
+        if !self.turns() {
             v.copy_from_slice(bytemuck::cast_slice(view.v_tile(block, head, tile)));
         }
         let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
@@ -117,21 +165,24 @@ impl<'a> Context<'a> {
 
     /// The tiles `tiles` of chunk `c` as they are stored; empty where the kernels cannot read them so.
     pub fn stored_chunk<F: Format>(&self, c: usize, tiles: Range<usize>) -> Chunk<'a, F> {
-        let (view, head) = (self.view, self.head);
-        let mut chunk = Chunk { k: [&[]; TILES], v: [&[]; TILES], scales: None };
+        let view = self.view;
+        let mut chunk = Chunk { steps: self.steps::<F>(), k: [&[]; TILES], v: [&[]; TILES], scales: Vec::new() };
         for t in tiles {
             let (block, tile) = self.place(c * TILES + t);
             if !self.expands() {
-                chunk.k[t] = bytemuck::cast_slice(view.k_tile(block, head, tile));
+                chunk.k[t] = bytemuck::cast_slice(view.k_tiles(block, &self.heads, tile));
             }
-            if !self.expands() && !view.layout.latent {
-                chunk.v[t] = bytemuck::cast_slice(view.v_tile(block, head, tile));
+            if !self.turns() {
+                chunk.v[t] = bytemuck::cast_slice(view.v_tiles(block, &self.heads, tile));
             }
-            let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
-            if let (Some(k), Some(v)) = scales {
+            for (i, head) in self.heads.clone().enumerate() {
+                let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
+                let (Some(k), Some(v)) = scales else { break };
                 const ONES: &[f32; TILE] = &[1.0; TILE];
-                let scales = chunk.scales.get_or_insert(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
-                (scales.k[t], scales.v[t]) = (k, v);
+                if chunk.scales.len() == i {
+                    chunk.scales.push(TokenScales { k: [ONES; TILES], v: [ONES; TILES] });
+                }
+                (chunk.scales[i].k[t], chunk.scales[i].v[t]) = (k, v);
             }
         }
         chunk
@@ -160,7 +211,7 @@ impl<'a> Context<'a> {
         }
         let buffers: &'b Buffers<F> = buffers;
         let mut chunk = self.stored_chunk(c, tiles.clone());
-        let (k_steps, v_steps) = self.steps::<F>();
+        let (k_steps, v_steps) = chunk.steps;
         for t in tiles {
             if !buffers.k.is_empty() {
                 chunk.k[t] = &buffers.k[t * k_steps..][..k_steps];
@@ -171,7 +222,7 @@ impl<'a> Context<'a> {
         }
         for (t, gathered) in &buffers.gathered {
             (chunk.k[*t], chunk.v[*t]) = (&gathered.k, &gathered.v);
-            if let (Some(scales), Some([k, v])) = (&mut chunk.scales, &gathered.scales) {
+            if let (Some(scales), Some([k, v])) = (chunk.scales.first_mut(), &gathered.scales) {
                 (scales.k[*t], scales.v[*t]) = (k, v);
             }
         }
@@ -217,19 +268,20 @@ impl<S: Simd, F: Format> Work<S> for FillTile<'_, F> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        let Self { context: Context { view, head, .. }, block, tile, k, v } = self;
+        let Self { context: Context { view, heads, .. }, block, tile, k, v } = self;
+        let head = heads.start;
         let expands = k.is_some();
         let k: &[F::Raw] = match k {
             Some(k) => {
-                expand_k_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(k));
+                expand_k_tile(s, view, block, head, tile, bytemuck::cast_slice_mut(k));
                 k
             }
-            None => bytemuck::cast_slice(view.k_tile(block, *head, tile)),
+            None => bytemuck::cast_slice(view.k_tile(block, head, tile)),
         };
         if view.layout.latent {
             turn::<F>(k, view.layout.v_dim, v);
         } else if expands {
-            expand_v_tile(s, view, block, *head, tile, bytemuck::cast_slice_mut(v));
+            expand_v_tile(s, view, block, head, tile, bytemuck::cast_slice_mut(v));
         }
     }
 }

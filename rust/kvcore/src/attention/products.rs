@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use super::ahead::Ahead;
-use super::chunk::{CHUNK, Chunk};
+use super::chunk::{CHUNK, HeadChunk};
 use crate::simd::{Format, LANES, Simd, Work, tile as kernel};
 use crate::storage::TILE;
 
@@ -58,19 +58,26 @@ pub fn tile_size<S: Simd>(left: usize) -> usize {
 /// `ahead` is asked for as K is read.
 pub fn scores<S: Simd, F: Format>(
     s: S,
-    chunk: &Chunk<'_, F>,
+    chunk: HeadChunk<'_, F>,
     tiles: Range<usize>,
     queries: &[F::Coef<S>],
     scores: &mut [[f32; CHUNK]],
-    mut ahead: Option<Ahead>,
+    ahead: Option<&mut Ahead>,
 ) {
     with_tile!(S::ACCUMULATORS, scores.len(), |M, B, _D, _ONE| {
-        let panels = passes(tiles.len(), B);
-        let lines = (queries.len() / M * size_of::<F::Raw>()).div_ceil(kernel::LINE);
-        ahead.iter_mut().for_each(|ahead| ahead.over(panels * lines));
-        let ahead = ahead.as_mut();
         s.run(Scores::<S, F, M, B> { chunk, tiles, queries: queries.as_chunks::<M>().0, scores, ahead });
     });
+}
+
+/// How often `m` queries' [`scores`] of `tiles` tiles ask for what is ahead.
+pub fn score_steps<S: Simd, F: Format>(m: usize, tiles: usize, k_dim: usize) -> usize {
+    let lines = (k_dim / F::STEP * size_of::<F::Raw>()).div_ceil(kernel::LINE);
+    with_tile!(S::ACCUMULATORS, m, |_M, B, _D, _ONE| passes(tiles, B) * lines)
+}
+
+/// How often `m` queries' [`mix`] of `tokens` tokens asks for what is ahead.
+pub fn mix_steps<S: Simd, F: Format>(m: usize, tokens: usize, width: usize) -> usize {
+    with_tile!(S::ACCUMULATORS, m, |_M, _B, D, _ONE| passes(width / LANES, D) * tokens.div_ceil(F::STEP))
 }
 
 /// What several rows see of a chunk.
@@ -104,21 +111,19 @@ impl Shared {
 #[allow(clippy::too_many_arguments)] // As the kernels: a struct would only rename them.
 pub fn mix<S: Simd, F: Format>(
     s: S,
-    chunk: &Chunk<'_, F>,
+    chunk: HeadChunk<'_, F>,
     tokens: &Range<usize>,
     visible: &[Range<usize>],
     shared: &Shared,
     weights: &[[F::Coef<S>; CHUNK]],
     acc: &mut [f32],
     width: usize,
-    mut ahead: Option<Ahead>,
+    ahead: Option<&mut Ahead>,
 ) {
     let part = |seen: Range<usize>| seen.start.max(tokens.start)..seen.end.min(tokens.end);
     let all = &shared.all;
     let together = part(all.clone());
     with_tile!(S::ACCUMULATORS, weights.len(), |M, _B, D, ONE| {
-        ahead.iter_mut().for_each(|ahead| ahead.over(passes(width / LANES, D) * together.len().div_ceil(F::STEP)));
-        let ahead = ahead.as_mut();
         let weights: &[[F::Coef<S>; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
         let alone = |acc: &mut [f32], seen: &dyn Fn(&Range<usize>) -> Range<usize>| {
             for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
@@ -145,7 +150,7 @@ pub fn mix<S: Simd, F: Format>(
 // Each piece of work below is compiled once per level, format and tile size, as a function of its own.
 
 struct Scores<'a, S: Simd, F: Format, const M: usize, const B: usize> {
-    chunk: &'a Chunk<'a, F>,
+    chunk: HeadChunk<'a, F>,
     tiles: Range<usize>,
     queries: &'a [[F::Coef<S>; M]],
     scores: &'a mut [[f32; CHUNK]],
@@ -159,9 +164,12 @@ impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, 
     fn run(mut self, s: S) {
         let mut t = self.tiles.start;
         while t + B <= self.tiles.end {
-            let panels = self.chunk.k[t..].first_chunk().expect("B panels");
+            let mut panels = [self.chunk.k(t); B];
+            for b in 1..B {
+                panels[b] = self.chunk.k(t + b);
+            }
             let ahead = || self.ahead.iter_mut().for_each(|ahead| ahead.step(s));
-            let acc = kernel::dot::<S, F, M, B>(s, *panels, self.queries, ahead);
+            let acc = kernel::dot::<S, F, M, B>(s, panels, self.queries, ahead);
             for m in 0..M {
                 for b in 0..B {
                     self.store(s, t + b, m, acc[m][b]);
@@ -171,7 +179,7 @@ impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, 
         }
         while t < self.tiles.end {
             let ahead = || self.ahead.iter_mut().for_each(|ahead| ahead.step(s));
-            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k[t]], self.queries, ahead);
+            let acc = kernel::dot::<S, F, M, 1>(s, [self.chunk.k(t)], self.queries, ahead);
             for m in 0..M {
                 self.store(s, t, m, acc[m][0]);
             }
@@ -188,7 +196,7 @@ impl<S: Simd, F: Format, const M: usize, const B: usize> Scores<'_, S, F, M, B> 
 }
 
 struct Mix<'a, S: Simd, F: Format, const M: usize, const D: usize> {
-    chunk: &'a Chunk<'a, F>,
+    chunk: HeadChunk<'a, F>,
     tokens: Range<usize>,
     width: usize,
     weights: &'a [[F::Coef<S>; CHUNK]; M],
@@ -238,7 +246,7 @@ impl<S: Simd, F: Format, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
         for t in tiles_of(&self.tokens) {
             let (start, end) = (self.tokens.start.max(t * TILE), self.tokens.end.min((t + 1) * TILE));
             let (first, last) = (start / F::STEP, end.div_ceil(F::STEP));
-            let rows = &self.chunk.v[t][(first - t * TILE / F::STEP) * vectors + d..];
+            let rows = &self.chunk.v(t)[(first - t * TILE / F::STEP) * vectors + d..];
             let halves = (!start.is_multiple_of(F::STEP), !end.is_multiple_of(F::STEP));
             let ahead = || self.ahead.iter_mut().for_each(|ahead| ahead.step(s));
             kernel::mix::<S, F, M, N, CHUNK>(s, &mut sums, rows, vectors, self.weights, ahead, first, last, halves);

@@ -21,8 +21,8 @@ use crate::Result;
 use crate::simd::{Format, Level, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
 
-/// Queries of one tile: enough that a K tile in the first-level cache serves many of them.
-const QUERIES_PER_TILE: usize = 32;
+/// Queries of one tile: enough that a K tile in a cache serves many of them, and whole register tiles in most groups.
+const QUERIES_PER_TILE: usize = 48;
 
 /// Below this many multiply-adds a call is not worth waking a thread for.
 const SERIAL_WORK: usize = 300_000;

@@ -11,7 +11,7 @@
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-use super::chunk::{CHUNK, Chunk};
+use super::chunk::{CHUNK, HeadChunk, TokenScales};
 use super::products::tiles_of;
 use super::scoring::HeadBias;
 use super::tile::State;
@@ -30,7 +30,7 @@ fn visible_lanes<S: Simd>(s: S, visible: &Range<usize>, t: usize, x: S::F32, oth
 /// K's multiply the scores and V's the weights, which are rounded with them; the sum is that of the weights alone.
 pub struct Weights<'a, S: Simd, F: Format> {
     /// For the scales of tokens.
-    pub chunk: &'a Chunk<'a, F>,
+    pub chunk: HeadChunk<'a, F>,
     /// Multiplies the scores.
     pub scale: f32,
     /// Bends them.
@@ -54,7 +54,7 @@ impl<S: Simd, F: Format> Work<S> for Weights<'_, S, F> {
 
     #[inline(always)]
     fn run(mut self, s: S) -> (f32, f32) {
-        let max = match (self.softcap, self.bias, self.chunk.scales.as_ref()) {
+        let max = match (self.softcap, self.bias, self.chunk.scales()) {
             (None, HeadBias::None, None) => {
                 let scale = s.splat(self.scale * LOG2_E);
                 self.scaled(s, |_, x| s.mul(x, scale))
@@ -64,7 +64,8 @@ impl<S: Simd, F: Format> Work<S> for Weights<'_, S, F> {
                 self.scaled(s, |t, x| s.mul(s.mul(x, scale), s.load(scales.k[t])))
             }
             _ => {
-                let bent = Bent { scale: self.scale, softcap: self.softcap, bias: self.bias, chunk: self.chunk };
+                let bent =
+                    Bent { scale: self.scale, softcap: self.softcap, bias: self.bias, scales: self.chunk.scales() };
                 let (first_token, position) = (self.first_token, self.position);
                 self.scaled(s, |t, x| bent.of(s, t, first_token + t * TILE, position, x))
             }
@@ -73,17 +74,16 @@ impl<S: Simd, F: Format> Work<S> for Weights<'_, S, F> {
         let scores = &self.scores.as_chunks::<LANES>().0[tiles.clone()];
         let outs = self.weights.chunks_exact_mut(TILE / F::STEP).skip(tiles.start);
         let (mut sum, zero, max_lanes) = (s.splat(0.0), s.splat(0.0), s.splat(max));
-        match &self.chunk.scales {
+        match self.chunk.scales() {
             None => {
                 for (scores, out) in scores.iter().zip(outs) {
-                    let x = F::round_weights(s, math::exp2(s, s.sub(s.load(scores), max_lanes)));
-                    sum = s.add(sum, x);
-                    F::store_coefs(s, x, out);
+                    let x = F::exp2(s, s.sub(s.load(scores), max_lanes));
+                    sum = s.add(sum, F::store_weights(s, x, out));
                 }
             }
             Some(scales) => {
                 for ((t, scores), out) in tiles.zip(scores).zip(outs) {
-                    let x = math::exp2(s, s.sub(s.load(scores), max_lanes));
+                    let x = F::exp2(s, s.sub(s.load(scores), max_lanes));
                     sum = s.add(sum, x);
                     // Zero times the scale of a stale slot, which may be anything, is not zero.
                     let scaled = visible_lanes(s, visible, t, s.mul(x, s.load(scales.v[t])), zero);
@@ -115,19 +115,19 @@ impl<S: Simd, F: Format> Weights<'_, S, F> {
 }
 
 /// All that may be done to scores.
-struct Bent<'a, F: Format> {
+struct Bent<'a> {
     scale: f32,
     softcap: Option<f32>,
     bias: HeadBias<'a>,
-    chunk: &'a Chunk<'a, F>,
+    scales: Option<&'a TokenScales<'a>>,
 }
 
-impl<F: Format> Bent<'_, F> {
+impl Bent<'_> {
     #[inline(always)]
     fn of<S: Simd>(&self, s: S, t: usize, token: usize, position: usize, x: S::F32) -> S::F32 {
         // Bent scores are scaled to their cap first and to base 2 behind it.
         let mut x = s.mul(x, s.splat(self.scale * self.softcap.map_or(LOG2_E, f32::recip)));
-        if let Some(scales) = &self.chunk.scales {
+        if let Some(scales) = self.scales {
             x = s.mul(x, s.load(scales.k[t]));
         }
         if let Some(cap) = self.softcap {

@@ -196,8 +196,8 @@ impl QueryTile<'_> {
         self.group * self.view.layout.num_kv_heads
     }
 
-    fn context(&self, head: usize) -> Context<'_> {
-        Context { view: self.view, blocks: self.blocks, head }
+    fn context(&self) -> Context<'_> {
+        Context { view: self.view, blocks: self.blocks, heads: self.heads.clone() }
     }
 
     /// The row of a query.
@@ -271,7 +271,7 @@ impl QueryTile<'_> {
         let steps = dim / F::STEP;
         scratch.queries.resize(n * steps, bytemuck::Zeroable::zeroed());
         if self.heads.len() == 1 {
-            self.context(self.heads.start).prepare(&mut scratch.buffers);
+            self.context().prepare(&mut scratch.buffers);
         }
         for (first, m) in self.register_tiles::<S>() {
             for query in 0..m {
@@ -304,12 +304,6 @@ impl QueryTile<'_> {
         seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
     }
 
-    /// The stored tiles of a window, K (0) or V (1), of one head.
-    fn ahead(&self, head: usize, part: usize, c: usize, window: Range<usize>) -> Option<Ahead> {
-        let context = self.context(head);
-        Ahead::of(window.map(|t| context.stored(c * TILES + t)[part]))
-    }
-
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
     /// `goes_on`: the next chunk comes next.
     fn chunk<S: Simd, F: Format>(
@@ -330,12 +324,11 @@ impl QueryTile<'_> {
             [row] => row.path.as_ref(),
             _ => None,
         };
-        let mut chunks = Vec::with_capacity(self.heads.len());
-        if self.heads.len() == 1 {
-            chunks.push(self.context(self.heads.start).chunk(s, c, tiles.clone(), path, buffers));
-        } else {
-            chunks.extend(self.heads.clone().map(|head| self.context(head).stored_chunk(c, tiles.clone())));
-        }
+        let context = self.context();
+        let chunk = match self.heads.len() {
+            1 => context.chunk(s, c, tiles.clone(), path, buffers),
+            _ => context.stored_chunk(c, tiles.clone()),
+        };
         registers.clear();
         registers.extend(self.register_tiles::<S>().filter_map(|(first, m)| {
             let mut visible = [const { 0..0 }; MAX_M];
@@ -345,32 +338,43 @@ impl QueryTile<'_> {
             let shared = Shared::of(&visible[..m])?;
             Some(RegisterTile { head: first / self.per_head(), first, visible, m, shared })
         }));
-        let next = if goes_on { self.seen(c + 1).map(|seen| tiles_of(&seen)) } else { None };
         // Where many queries share a head products bind: each register tile goes through all of the chunk at once.
         let of = if self.per_head() > MAX_M { TILES } else { WINDOW };
         let windows = || windows(tiles.clone(), of);
+        let next = if goes_on { self.seen(c + 1).map(|seen| tiles_of(&seen)) } else { None };
         // Tiles that are asked for while those of a window are read.
-        let ahead = |r: &RegisterTile, part: usize, window: &Range<usize>| {
-            let head = self.heads.start + r.head;
-            match (part, window.end == tiles.end) {
-                _ if of > WINDOW || !r.first.is_multiple_of(self.per_head()) => None,
-                (_, false) => self.ahead(head, part, c, window.end..(window.end + WINDOW).min(tiles.end)),
-                (0, true) => self.ahead(head, 1, c, windows().next()?),
-                (_, true) => self.ahead(head, 0, c + 1, self::windows(next.clone()?, of).next()?),
+        let bytes = |tiles: &[&'_ [F::Raw]]| Ahead::of(tiles.iter().map(|tile| bytemuck::cast_slice(tile)));
+        let ahead_of_k = |window: &Range<usize>| match window.end == tiles.end {
+            false => bytes(&chunk.k[window.end..(window.end + WINDOW).min(tiles.end)]),
+            true => bytes(&chunk.v[windows().next()?]),
+        };
+        let ahead_of_v = |window: &Range<usize>| match window.end == tiles.end {
+            false => bytes(&chunk.v[window.end..(window.end + WINDOW).min(tiles.end)]),
+            true => {
+                let window = self::windows(next.clone()?, of).next()?;
+                Ahead::of(window.map(|t| context.stored_k((c + 1) * TILES + t)))
             }
         };
-        let pass = if chunks.len() > 1 { registers.len() } else { 1 };
+        let pass = if self.heads.len() > 1 { registers.len() } else { 1 };
         for registers in registers.chunks(pass.max(1)) {
             let (start, end) = (registers[0].first, registers.last().map_or(0, |r| r.first + r.m));
             scores.resize(scores.len().max(end - start), [0.0; CHUNK]);
             weights.resize(weights.len().max(end - start), [bytemuck::Zeroable::zeroed(); CHUNK]);
+            let asks = of == WINDOW && start == 0 && !context.turns();
             for window in windows() {
-                for r in registers {
+                let seen = |r: &RegisterTile| {
                     let any = tiles_of(&r.shared.any);
-                    let tiles = window.start.max(any.start)..window.end.min(any.end);
+                    window.start.max(any.start)..window.end.min(any.end)
+                };
+                let mut ahead = if asks { ahead_of_k(&window) } else { None };
+                if let Some(ahead) = &mut ahead {
+                    let steps = |r: &RegisterTile| products::score_steps::<S, F>(r.m, seen(r).len(), steps * F::STEP);
+                    ahead.over(registers.iter().map(steps).sum());
+                }
+                for r in registers {
                     let queries = &queries[r.first * steps..(r.first + r.m) * steps];
                     let scores = &mut scores[r.first - start..][..r.m];
-                    products::scores(s, &chunks[r.head], tiles, queries, scores, ahead(r, 0, &window));
+                    products::scores(s, chunk.head(r.head), seen(r), queries, scores, ahead.as_mut());
                 }
             }
             for r in registers {
@@ -380,7 +384,7 @@ impl QueryTile<'_> {
                     let bias = self.scoring.bias_of(self.q_head(query), self.q_heads());
                     let (first_token, position) = (c * CHUNK, self.row(query).position);
                     let (scores, weights) = (&mut scores[query - start], &mut weights[query - start]);
-                    let (chunk, visible) = (&chunks[r.head], visible.clone());
+                    let (chunk, visible) = (chunk.head(r.head), visible.clone());
                     let weights = Weights::<S, F> {
                         chunk,
                         scale,
@@ -397,16 +401,24 @@ impl QueryTile<'_> {
                 partial.acc[r.first * width..(r.first + r.m) * width].fill(0.0);
             }
             for window in windows() {
-                for r in registers {
+                let seen = |r: &RegisterTile| {
                     let any = &r.shared.any;
-                    let tokens = any.start.max(window.start * TILE)..any.end.min(window.end * TILE);
+                    any.start.max(window.start * TILE)..any.end.min(window.end * TILE)
+                };
+                let mut ahead = if asks { ahead_of_v(&window) } else { None };
+                if let Some(ahead) = &mut ahead {
+                    let steps = |r: &RegisterTile| products::mix_steps::<S, F>(r.m, seen(r).len(), width);
+                    ahead.over(registers.iter().map(steps).sum());
+                }
+                for r in registers {
+                    let tokens = seen(r);
                     if tokens.is_empty() {
                         continue;
                     }
                     let weights = &weights[r.first - start..][..r.m];
                     let acc = &mut partial.acc[r.first * width..(r.first + r.m) * width];
-                    let ahead = ahead(r, 1, &window);
-                    products::mix(s, &chunks[r.head], &tokens, r.visible(), &r.shared, weights, acc, width, ahead);
+                    let (chunk, ahead) = (chunk.head(r.head), ahead.as_mut());
+                    products::mix(s, chunk, &tokens, r.visible(), &r.shared, weights, acc, width, ahead);
                 }
             }
             for r in registers {

@@ -4,6 +4,7 @@
 //! side by side), because bf16 dot-product instructions add two products at once.
 #![forbid(unsafe_code)]
 
+use super::math;
 use super::vector::{LANES, Simd};
 
 /// A stored number format. `STEP` values of the summed dimension lie side by side for each of the 16 lanes.
@@ -19,6 +20,11 @@ pub trait Format: Copy + Send + Sync + 'static {
 
     /// Load one step.
     fn load<S: Simd>(s: S, raw: &Self::Raw) -> Self::Loaded<S>;
+    /// Load two steps that lie side by side.
+    #[inline(always)]
+    fn load_two<S: Simd>(s: S, raw: &[Self::Raw; 2]) -> [Self::Loaded<S>; 2] {
+        [Self::load(s, &raw[0]), Self::load(s, &raw[1])]
+    }
     /// A loaded step with all but the first value of each lane set to zero.
     fn first<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// A loaded step with all but the last value of each lane set to zero.
@@ -27,9 +33,11 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: &Self::Coef<S>) -> S::F32;
     /// 16 factors rounded as the format multiplies, kept as f32.
     fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32;
-    /// 16 factors between 0 and 1, rounded to as many bits as [`Self::round_coefs`] leaves, to the nearest; in a few
-    /// operations, where that takes many.
-    fn round_weights<S: Simd>(s: S, x: S::F32) -> S::F32;
+    /// `2^x` as in [`math::exp2`], as exactly as is worth it before it is rounded.
+    fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32;
+    /// 16 factors between 0 and 1, rounded to as many bits as [`Self::round_coefs`] leaves, to the nearest, and stored as
+    /// 16 / `STEP` coefficients; returns them rounded. In a few operations, where the general way takes many.
+    fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef<S>]) -> S::F32;
     /// Store 16 factors that [`Self::round_coefs`] has rounded as 16 / `STEP` coefficients.
     fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef<S>]);
 
@@ -101,7 +109,12 @@ macro_rules! single {
                 x
             }
             #[inline(always)]
-            fn round_weights<S: Simd>(_: S, x: S::F32) -> S::F32 {
+            fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32 {
+                math::exp2(s, x)
+            }
+            #[inline(always)]
+            fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [f32]) -> S::F32 {
+                Self::store_coefs(s, x, out);
                 x
             }
             #[inline(always)]
@@ -115,7 +128,7 @@ single!(F32, f32, load);
 single!(F16, u16, load_f16);
 
 macro_rules! paired {
-    ($name:ident, $elem:ty, $load:ident) => {
+    ($name:ident, $elem:ty, $load:ident $(, $load_two:ident)?) => {
         impl Format for $name {
             type Raw = [$elem; 2 * LANES];
             type Coef<S: Simd> = S::Factor;
@@ -126,6 +139,10 @@ macro_rules! paired {
             fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::Pair {
                 s.$load(raw)
             }
+            $(#[inline(always)]
+            fn load_two<S: Simd>(s: S, raw: &[Self::Raw; 2]) -> [S::Pair; 2] {
+                s.$load_two(bytemuck::cast_ref(raw))
+            })?
             #[inline(always)]
             fn first<S: Simd>(s: S, x: S::Pair) -> S::Pair {
                 s.pair_first(x)
@@ -143,10 +160,12 @@ macro_rules! paired {
                 s.round_bf16(x)
             }
             #[inline(always)]
-            fn round_weights<S: Simd>(s: S, x: S::F32) -> S::F32 {
-                // Veltkamp's split: the upper 8 bits of 24. Ties go either way.
-                let c = s.mul(x, s.splat(65537.0));
-                s.sub(c, s.sub(c, x))
+            fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32 {
+                math::exp2_short(s, x)
+            }
+            #[inline(always)]
+            fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) -> S::F32 {
+                s.store_weights(x, out.first_chunk_mut().expect("8 factors"))
             }
             #[inline(always)]
             fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) {
@@ -156,6 +175,6 @@ macro_rules! paired {
     };
 }
 paired!(Bf16, u16, pair_bf16);
-paired!(Fp8E4M3, u8, pair_e4m3);
-paired!(Fp8E5M2, u8, pair_e5m2);
+paired!(Fp8E4M3, u8, pair_e4m3, two_pairs_e4m3);
+paired!(Fp8E5M2, u8, pair_e5m2, two_pairs_e5m2);
 paired!(Int8, i8, pair_int8);

@@ -119,6 +119,12 @@ impl<S: Simd> Work<S> for Suite {
             };
             check(s.pair_e4m3(&codes), &|i| fp8::e4m3_to_f32(codes[i]), "e4m3");
             check(s.pair_e5m2(&codes), &|i| fp8::e5m2_to_f32(codes[i]), "e5m2");
+            let two: [u8; 4 * LANES] = std::array::from_fn(|i| codes[(i + 6 * (i / 32)) % 32]);
+            for half in 0..2 {
+                let code = |i: usize| two[32 * half + i];
+                check(s.two_pairs_e4m3(&two)[half], &|i| fp8::e4m3_to_f32(code(i)), "two e4m3");
+                check(s.two_pairs_e5m2(&two)[half], &|i| fp8::e5m2_to_f32(code(i)), "two e5m2");
+            }
             check(s.pair_int8(&integers), &|i| f32::from(integers[i]), "int8");
             let bytes: &[u8; LANES] = codes[LANES..].first_chunk().expect("16 bytes");
             let (low, high) = s.load_nibbles(bytes);
@@ -137,14 +143,18 @@ impl<S: Simd> Work<S> for Suite {
         // Weights keep 8 bits: what bf16 holds, and as near as its nearest.
         for step in 0..1000 {
             let x = lanes(|i| (step * LANES + i) as f32 / 16000.0 * (-(step as f32) / 9.0).exp2());
-            let rounded = out(Bf16::round_weights(s, s.load(&x)));
+            let mut stored = [bytemuck::Zeroable::zeroed(); LANES / 2];
+            let rounded = out(s.store_weights(s.load(&x), &mut stored));
+            let mut expected = stored;
+            s.store_factors(s.load(&rounded), &mut expected);
+            assert_eq!(bytemuck::bytes_of(&stored), bytemuck::bytes_of(&expected), "{}", S::NAME);
             for i in 0..LANES {
                 let nearest = half::bf16::from_f32(x[i]).to_f32();
                 assert_eq!(rounded[i].to_bits() & 0xffff, 0, "{} {}", S::NAME, x[i]);
                 assert!((rounded[i] - x[i]).abs() <= (nearest - x[i]).abs(), "{} {} {}", S::NAME, x[i], rounded[i]);
             }
         }
-        assert!(out(Bf16::round_weights(s, s.splat(f32::NAN)))[0].is_nan());
+        assert!(out(s.store_weights(s.splat(f32::NAN), &mut [bytemuck::Zeroable::zeroed(); LANES / 2]))[0].is_nan());
 
         // tanh against f64, near 0 and far from it.
         for step in -1500..1500 {
@@ -163,10 +173,13 @@ impl<S: Simd> Work<S> for Suite {
         for step in 0..2000 {
             let x = lanes(|i| -140.0 + 0.0821 * (step as f32 + i as f32 / 16.0));
             let (e, sig) = (out(math::exp2(s, s.load(&x))), out(math::silu(s, s.load(&x))));
+            let short = out(math::exp2_short(s, s.load(&x)));
             for i in 0..LANES {
                 let truth = f64::from(x[i]).exp2();
                 let near = (f64::from(e[i]) - truth).abs() <= 2e-7 * truth + 1.2e-38;
                 assert!(near, "{} exp2({}) = {} not {truth}", S::NAME, x[i], e[i]);
+                let near = (f64::from(short[i]) - truth).abs() <= 4e-6 * truth + 1.2e-38;
+                assert!(near, "{} exp2_short({}) = {} not {truth}", S::NAME, x[i], short[i]);
                 let truth = f64::from(x[i]) / (1.0 + (-f64::from(x[i])).exp());
                 // The exponent's own rounding grows with it.
                 let near =
@@ -174,8 +187,10 @@ impl<S: Simd> Work<S> for Suite {
                 assert!(near, "{} silu({}) = {} not {truth}", S::NAME, x[i], sig[i]);
             }
         }
-        let ends = out(math::exp2(s, s.load(&lanes(|i| [f32::NEG_INFINITY, f32::NAN, 0.0, -127.0][i % 4]))));
-        assert!(ends[0] == 0.0 && ends[1].is_nan() && ends[2] == 1.0 && ends[3] == 0.0, "{} {ends:?}", S::NAME);
+        let ends = s.load(&lanes(|i| [f32::NEG_INFINITY, f32::NAN, 0.0, -127.0][i % 4]));
+        for ends in [out(math::exp2(s, ends)), out(math::exp2_short(s, ends))] {
+            assert!(ends[0] == 0.0 && ends[1].is_nan() && ends[2] == 1.0 && ends[3] == 0.0, "{} {ends:?}", S::NAME);
+        }
         let ends = out(math::silu(s, s.load(&lanes(|i| [-1e30, f32::NAN, 1e30, 0.0][i % 4]))));
         assert!(ends[0] == 0.0 && ends[1].is_nan() && ends[2] == 1e30 && ends[3] == 0.0, "{} {ends:?}", S::NAME);
     }

@@ -28,7 +28,24 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
         *panel = &panel[..steps];
     }
     let mut acc = [[s.splat(0.0); B]; M];
-    for i in 0..steps {
+    for i in (0..steps / 2).map(|i| 2 * i) {
+        let mut loaded = [F::load_two(s, panels[0][i..].first_chunk().expect("two steps")); B];
+        for b in 1..B {
+            loaded[b] = F::load_two(s, panels[b][i..].first_chunk().expect("two steps"));
+        }
+        for half in 0..2 {
+            if ((i + half) * size_of::<F::Raw>()).is_multiple_of(LINE) {
+                ahead();
+            }
+            for m in 0..M {
+                for b in 0..B {
+                    acc[m][b] = F::dot(s, acc[m][b], loaded[b][half], &coefs[i + half][m]);
+                }
+            }
+        }
+    }
+    if !steps.is_multiple_of(2) {
+        let i = steps - 1;
         let mut loaded = [F::load(s, &panels[0][i]); B];
         for b in 1..B {
             loaded[b] = F::load(s, &panels[b][i]);
@@ -67,8 +84,14 @@ pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
     for i in from..to {
         let row = &rows[(i - from) * stride..][..D];
         let mut loaded = [F::load(s, &row[0]); D];
-        for d in 1..D {
-            loaded[d] = F::load(s, &row[d]);
+        if D.is_multiple_of(2) {
+            for d in 0..D / 2 {
+                [loaded[2 * d], loaded[2 * d + 1]] = F::load_two(s, row[2 * d..].first_chunk().expect("two steps"));
+            }
+        } else {
+            for d in 1..D {
+                loaded[d] = F::load(s, &row[d]);
+            }
         }
         ahead();
         if !whole.contains(&i) {

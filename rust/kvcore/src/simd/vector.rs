@@ -80,6 +80,18 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair;
     /// Load 16 pairs of fp8 e5m2, exactly widened to bf16.
     fn pair_e5m2(self, x: &[u8; 2 * LANES]) -> Self::Pair;
+    /// Load twice 16 pairs of fp8 e4m3.
+    #[inline(always)]
+    fn two_pairs_e4m3(self, x: &[u8; 4 * LANES]) -> [Self::Pair; 2] {
+        let [a, b]: &[[u8; 2 * LANES]; 2] = bytemuck::cast_ref(x);
+        [self.pair_e4m3(a), self.pair_e4m3(b)]
+    }
+    /// Load twice 16 pairs of fp8 e5m2.
+    #[inline(always)]
+    fn two_pairs_e5m2(self, x: &[u8; 4 * LANES]) -> [Self::Pair; 2] {
+        let [a, b]: &[[u8; 2 * LANES]; 2] = bytemuck::cast_ref(x);
+        [self.pair_e5m2(a), self.pair_e5m2(b)]
+    }
     /// Load 16 pairs of 8-bit integers, exactly widened to bf16.
     fn pair_int8(self, x: &[i8; 2 * LANES]) -> Self::Pair;
     /// The same pairs with the second value of each set to zero (an odd number of tokens; the other may be NaN).
@@ -88,6 +100,15 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn pair_second(self, x: Self::Pair) -> Self::Pair;
     /// Store 16 values that [`Self::round_bf16`] has rounded as 8 factors.
     fn store_factors(self, x: Self::F32, out: &mut [Self::Factor; LANES / 2]);
+    /// Round 16 values between 0 and 1 to the nearest bf16 (ties either way), store them as 8 factors, and return them.
+    #[inline(always)]
+    fn store_weights(self, x: Self::F32, out: &mut [Self::Factor; LANES / 2]) -> Self::F32 {
+        // Veltkamp's split: the upper 8 bits of 24.
+        let c = self.mul(x, self.splat(65537.0));
+        let x = self.sub(c, self.sub(c, x));
+        self.store_factors(x, out);
+        x
+    }
     /// `acc + x.0 * q.0 + x.1 * q.1` per lane. By reference: broadcasts straight from memory cost no arithmetic port.
     fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: &Self::Factor) -> Self::F32;
 

@@ -304,6 +304,20 @@ impl Places {
         start..start + self.k_tile
     }
 
+    /// Where the K tiles of some heads lie.
+    #[inline(always)]
+    pub const fn k_tiles(&self, block: usize, heads: &Range<usize>, tile: usize) -> Range<usize> {
+        let start = self.k_tile(block, heads.start, tile).start;
+        start..start + (heads.end - heads.start) * self.k_tile
+    }
+
+    /// Where the V tiles of some heads lie.
+    #[inline(always)]
+    pub const fn v_tiles(&self, block: usize, heads: &Range<usize>, tile: usize) -> Range<usize> {
+        let start = self.v_tile(block, heads.start, tile).start;
+        start..start + (heads.end - heads.start) * self.v_tile
+    }
+
     /// Where a V tile lies.
     #[inline(always)]
     pub const fn v_tile(&self, block: usize, head: usize, tile: usize) -> Range<usize> {

@@ -1,6 +1,8 @@
 //! One layer of an arena, for attention.
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
+
 use super::layout::{Layout, Places, TILE};
 use crate::formats::{KvDtype, ScaleMode};
 use crate::paging::BlockId;
@@ -29,6 +31,19 @@ impl<'a> LayerView<'a> {
     pub fn v_tile(&self, block: BlockId, head: usize, tile: usize) -> &'a [u8] {
         debug_assert!(!self.layout.latent, "V of a latent layout is in the K tile");
         &self.bytes[self.places.v_tile(block.index(), head, tile)]
+    }
+
+    /// The bytes of a tile's K of some heads, which lie side by side.
+    #[inline(always)]
+    pub fn k_tiles(&self, block: BlockId, heads: &Range<usize>, tile: usize) -> &'a [u8] {
+        &self.bytes[self.places.k_tiles(block.index(), heads, tile)]
+    }
+
+    /// The same of V; a latent layout has none.
+    #[inline(always)]
+    pub fn v_tiles(&self, block: BlockId, heads: &Range<usize>, tile: usize) -> &'a [u8] {
+        debug_assert!(!self.layout.latent, "V of a latent layout is in the K tile");
+        &self.bytes[self.places.v_tiles(block.index(), heads, tile)]
     }
 
     /// The static scale of K: stored values are multiplied by it.
