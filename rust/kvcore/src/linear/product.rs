@@ -100,7 +100,9 @@ impl<F: Weights> Layer<'_, F> {
         let blocks = rows.div_ceil(TASK_ROWS);
         let groups = self.weights.len() / self.steps;
         let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);
-        let width = width(groups, blocks, work.div_ceil(TASK), threads.num_threads());
+        let tasks = work.div_ceil(TASK).clamp(1, TASKS_PER_THREAD * threads.num_threads());
+        // Ranges of one size (the last may be smaller), so that threads end together.
+        let width = groups.div_ceil(tasks.div_ceil(blocks));
         let ranges = groups.div_ceil(width);
 
         // [row block][column range], each a task with a slice of every row of its block.
@@ -133,17 +135,6 @@ impl<F: Weights> Layer<'_, F> {
         }
         threads.for_each(items, should_stop, |task| s.run(task))
     }
-}
-
-/// Groups of a task's columns, where each block of rows is cut into ranges of one size (the last may be smaller): so that
-/// there are at least as many tasks as are `worth` it, and the thread that gets most has little more than the others.
-fn width(groups: usize, blocks: usize, worth: usize, threads: usize) -> usize {
-    let most = groups.div_ceil(worth.clamp(1, TASKS_PER_THREAD * threads).div_ceil(blocks));
-    if worth < threads {
-        return most;
-    }
-    let longest = |width: &usize| (blocks * groups.div_ceil(*width)).div_ceil(threads) * width;
-    (1..=most).rev().min_by_key(longest).unwrap_or(most)
 }
 
 /// `out = x @ W.T + b`, or with `add` `out +=` it.
@@ -365,28 +356,6 @@ impl<S: Simd, F: Weights> Work<S> for Round<'_, S, F> {
     fn run(self, s: S) {
         for (x, coefs) in self.x.chunks_exact(self.inputs).zip(self.coefs.chunks_exact_mut(self.stride)) {
             F::coefs(s, x, coefs);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn threads_have_equally_much_to_do_where_there_is_enough_for_all() {
-        // Too little for two threads; of SmolLM2's matrices one row, and 256.
-        assert_eq!(width(30, 1, 1, 2), 30);
-        assert_eq!([width(30, 1, 3, 2), width(96, 1, 7, 2), width(18, 1, 4, 2)], [5, 12, 3]);
-        assert_eq!([width(30, 1, 999, 2), width(96, 1, 999, 2), width(18, 1, 999, 2)], [3, 12, 3]);
-        for threads in [1, 2, 3, 8, 1024] {
-            for blocks in [1, 2, 3, 9] {
-                for groups in [1, 2, 7, 1536] {
-                    for worth in [0, 1, threads, 100 * threads, usize::MAX] {
-                        assert!((1..=groups).contains(&width(groups, blocks, worth, threads)));
-                    }
-                }
-            }
         }
     }
 }
