@@ -9,6 +9,8 @@
 //! through weights on huge pages all of the read bandwidth, as two rows or one take no longer than the loads.
 #![forbid(unsafe_code)]
 
+use std::ops::Range;
+
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use crate::Result;
 use crate::simd::{Format, LANES, Simd, Work};
@@ -20,6 +22,8 @@ const SLICE: usize = 256 << 10;
 const FEW: usize = 4;
 /// How far ahead they are asked for then, in bytes: a processor's own prefetcher begins anew at each matrix and page.
 const AHEAD: usize = 4 << 10;
+/// Bytes of the next layer that waiting threads ask for at most: what the L2 cache holds.
+const EXPECTED: usize = 1 << 20;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 /// Multiply-adds that are worth handing to another thread.
@@ -83,6 +87,8 @@ pub(super) struct Layer<'a, F: Weights> {
     /// From one row of factors to the next.
     pub(super) stride: usize,
     pub(super) outputs: usize,
+    /// Addresses of the weights that will probably be needed next.
+    pub(super) behind: Range<usize>,
 }
 
 impl<F: Weights> Layer<'_, F> {
@@ -97,6 +103,10 @@ impl<F: Weights> Layer<'_, F> {
         should_stop: ShouldStop<'_>,
     ) -> Result<()> {
         let rows = coefs.len() / self.stride;
+        if rows <= FEW {
+            let Range { start, end } = self.behind;
+            threads.expect(start.max(end.saturating_sub(EXPECTED))..end);
+        }
         let blocks = rows.div_ceil(TASK_ROWS);
         let groups = self.weights.len() / self.steps;
         let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);
