@@ -102,7 +102,8 @@ def test_results_are_arrays_like_any_other() -> None:
     result = Linear(normal(64, 64), threads=THREADS)(normal(ROWS, 64))
     assert type(result) is np.ndarray
     assert (result.dtype, result.shape) == (np.float32, (ROWS, 64))
-    assert result.flags.c_contiguous and result.flags.writeable
+    assert result.flags.c_contiguous
+    assert result.flags.writeable
     result += 1  # may be written to
     Linear(normal(64, 64), threads=THREADS).add_forward(normal(ROWS, 64), result)
 
