@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 
 from kvcore.checkpoint.weights import SafetensorsWeights
@@ -268,8 +270,19 @@ def tensors_of(config: dict[str, Any], weights: Any) -> dict[str, tuple[int, Seq
     return tensors
 
 
-def convert(folder: Path, to: Path, extra: Sequence[bytes] = ()) -> Path:
-    """A folder with a configuration in the style of transformers 5 as a GGUF file."""
+def convert(folder: Path, to: Path, extra: Sequence[bytes] = (), kinds: Mapping[str, str] | None = None) -> Path:
+    """A folder with a configuration in the style of transformers 5 as a GGUF file.
+
+    Matrices whose names in the file match a pattern of ``kinds`` are quantised to its kind, the first one's that does,
+    if its rows are whole blocks.
+    """
     config = json.loads((folder / "config.json").read_text())
-    weights = SafetensorsWeights.open(folder)
-    return write(to, file_of([*entries_of(config), *extra], tensors_of(config, weights)))
+    tensors = tensors_of(config, SafetensorsWeights.open(folder))
+    for name, (number, dimensions, content) in tensors.items():
+        kind = next((kind for pattern, kind in (kinds or {}).items() if fnmatchcase(name, pattern)), None)
+        if kind is not None and len(dimensions) == 2 and dimensions[0] % 32 == 0:
+            given = np.frombuffer(content, np.float32 if number == 0 else ml_dtypes.bfloat16)
+            wanted = gguf.GGMLQuantizationType[kind]
+            blocks = gguf.quants.quantize(given.astype(np.float32).reshape(dimensions[::-1]), wanted)
+            tensors[name] = (int(wanted), dimensions, blocks.tobytes())
+    return write(to, file_of([*entries_of(config), *extra], tensors))

@@ -80,6 +80,7 @@ def test_text(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_step_reads_no_embedding() -> None:
+    tied_config = {**TINY, "tie_word_embeddings": True}
     with LLM.from_config(TINY, dtype="float32", num_kv_blocks=4) as llm:
         table, row = 96 * 32 * 4, 32 * 4
         decoder: Any = llm._decoder
@@ -90,6 +91,8 @@ def test_a_step_reads_no_embedding() -> None:
         assert work.decode_bytes(2, 10) == decoder.step_nbytes(2) + 20 * llm.cache.bytes_per_token
         assert work.decode_seconds(1, 10, Limits(1e9, 1e30)) == work.decode_bytes(1, 10) / 1e9
         assert work.decode_seconds(1, 10, Limits(1e30, 1e9)) == work.decode_products(1, 10) / 1e9
+        with LLM.from_config(tied_config, dtype="float32", num_kv_blocks=4) as tied:
+            assert tied._decoder.step_nbytes(1) == tied.weight_bytes == llm.weight_bytes - table
 
 
 def test_a_step_reads_chosen_experts() -> None:

@@ -133,34 +133,32 @@ def test_from_tokenizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "error", "message"),
+    ("messages", "message"),
     [
-        ("hi", TypeError, "list of dicts with role and content, got str"),
-        ({"role": "user", "content": "hi"}, TypeError, "got dict"),
-        (None, TypeError, "got NoneType"),
-        ([], InvalidArgument, "messages is empty"),
-        (["hi"], InvalidArgument, r"messages\[0\] must be a dict with role and content, got str"),
-        ([HI], InvalidArgument, r"messages\[0\] must be a dict .* got list"),
-        ([*HI, {"content": "x"}], InvalidArgument, r"messages\[1\]\['role'\] must be a non-empty str, got None"),
-        ([{"role": "", "content": "x"}], InvalidArgument, r"messages\[0\]\['role'\]"),
-        ([{"role": 1, "content": "x"}], InvalidArgument, r"messages\[0\]\['role'\] .* got 1"),
-        ([{"role": "user"}], InvalidArgument, r"messages\[0\] \(role 'user'\) has no content"),
-        ([{"role": "user", "content": None}], InvalidArgument, "has no content"),
+        ("hi", "messages: expected a list of dicts with role and content, got str"),
+        ({"role": "user", "content": "hi"}, "messages: expected .*, got dict"),
+        (None, "messages: expected .*, got NoneType"),
+        ([], "messages: expected at least one message, got none"),
+        (["hi"], r"messages\[0\]: expected a dict with role and content, got str"),
+        ([HI], r"messages\[0\]: expected a dict .* got list"),
+        ([*HI, {"content": "x"}], r"messages\[1\]\['role'\]: expected a str that is not empty, got None"),
+        ([{"role": "", "content": "x"}], r"messages\[0\]\['role'\]"),
+        ([{"role": 1, "content": "x"}], r"messages\[0\]\['role'\]: .* got 1"),
+        ([{"role": "user"}], r"messages\[0\]\['content'\]: expected .* \(role 'user'\), got none"),
+        ([{"role": "user", "content": None}], r"content.*, got none"),
         (
             [{"role": "user", "content": ["x"]}],
-            InvalidArgument,
-            r"\['content'\] must be a str or a list of blocks .*, got list",
+            r"\['content'\]: expected a str or a list of blocks .*, got list",
         ),
-        ([{"role": "user", "content": b"x"}], InvalidArgument, "must be plain data .* got bytes"),
+        ([{"role": "user", "content": b"x"}], "expected plain data .* got bytes"),
         (
             [{"role": "user", "content": "x", "image": object()}],
-            InvalidArgument,
-            r"messages\[0\]\['image'\] .* got object",
+            r"messages\[0\]\['image'\]: .* got object",
         ),
     ],
 )
-def test_bad_messages(messages: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_messages(messages: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         ChatTemplate(CHATML).render(messages)
 
 
@@ -170,7 +168,7 @@ def test_message_details() -> None:
     assert json.loads(text) == [*HI, {"role": "assistant", "tool_calls": [{"name": "f"}]}]
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(InvalidArgument, match="nested too deeply"):
+    with pytest.raises(InvalidArgument, match="expected at most 64 levels"):
         ChatTemplate(CHATML).render([{"role": "user", "content": "x", "extra": loop}])
 
 

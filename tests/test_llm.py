@@ -23,7 +23,8 @@ from kvcore.engine.sampling_params import SamplingParams
 from kvcore.errors import InvalidArgument, InvalidState, OutOfBlocks
 from kvcore.llm import LLM
 from kvcore.loading import Options
-from kvcore.memory import available_memory
+from kvcore.memory import available_memory, total_memory
+from kvcore.models.shape import LayerCache
 from kvcore.outputs import RequestOutput
 from mocks import MockCache, MockChatTemplate, MockDecoder, MockTokenizer, text_script
 
@@ -223,7 +224,7 @@ def test_chat() -> None:
     assert output.prompt == "hi</s>"
     with pytest.raises(InvalidArgument, match="at least one message"):
         llm.chat([])
-    with pytest.raises(TypeError, match="messages"):
+    with pytest.raises(InvalidArgument, match="messages"):
         llm.chat("hi")  # type: ignore[arg-type]
 
 
@@ -546,6 +547,7 @@ SPEC: Any = SimpleNamespace(
     max_position_embeddings=8192,
     takes_any_length=False,
     encoder=None,
+    cache_layers=lambda: [LayerCache("full", 8, 128, 128, layer=layer) for layer in range(32)],
 )
 
 
@@ -568,13 +570,46 @@ def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks(available=40 * block) == 20
     assert blocks(available=0) == 1
     assert available_memory() > 0
+    total = total_memory()
+    assert total is None or total >= available_memory()
+
+
+def test_windows_leave_their_memory_to_others() -> None:
+    """Four layers of five with a window of 512: their pools end where it does, times sequences."""
+    layers = [LayerCache("full", 1, 64, 64, layer=0)]
+    layers += [LayerCache("sliding_window", 1, 64, 64, window=512, layer=layer) for layer in range(1, 5)]
+    spec: Any = SimpleNamespace(**{**vars(SPEC), "cache_layers": lambda: layers})
+    block = 16 * 5 * 1000
+    most = loading.window_blocks(512, Options())
+    assert most == 2 * (64 * 34 + 128)
+
+    def blocks(memory: int, spec: Any = spec, **options: Any) -> int:
+        return loading.num_blocks(spec, 5 * 1000, Options(kv_cache_memory=memory, **options))
+
+    assert blocks(block) == 1
+    assert blocks(most * block) == most
+    assert blocks(most * block + block - 1) == most + 4  # a block of the one layer is a fifth
+    assert blocks(2 * most * block) == most + 5 * most
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    assert loading.window_blocks(512, Options(**few)) == 2 * 35
+    assert blocks(1000 * block, **few) == 5000 - 4 * 70
+    sliding: Any = SimpleNamespace(**{**vars(SPEC), "cache_layers": lambda: layers[1:]})
+    assert loading.num_blocks(sliding, 4 * 1000, Options(kv_cache_memory=1000 * block, **few)) == 70
+    mixed = [*layers[:3], *(LayerCache("sliding_window", 1, 64, 64, window=16, layer=layer) for layer in (3, 4))]
+    both: Any = SimpleNamespace(**{**vars(SPEC), "cache_layers": lambda: mixed})
+    assert blocks(1000 * block, both, **few) == 5000 - 2 * 70 - 2 * loading.window_blocks(16, Options(**few))
+    # without a limit: what all sequences of the full length take, in which a window's pool has its end, too
+    assert loading.num_blocks(spec, 5 * 1000, Options(max_num_seqs=2)) == 2 * 512
 
 
 def test_memory_is_shared_with_what_encoders_give() -> None:
     """Whisper base in 16 bits: 28 blocks for 448 tokens, 94 for 1500 rows."""
     block = 16 * 12 * 1024
     encoder = SimpleNamespace(max_rows=1500)
-    spec: Any = SimpleNamespace(max_position_embeddings=448, takes_any_length=False, encoder=encoder)
+    layers = [LayerCache("full", layer=layer) for layer in range(6)]
+    spec: Any = SimpleNamespace(
+        max_position_embeddings=448, takes_any_length=False, encoder=encoder, cache_layers=lambda: layers
+    )
 
     def blocks(**options: Any) -> tuple[int, int]:
         checked = Options(**options)
@@ -618,9 +653,7 @@ def test_dtypes() -> None:
 
 def test_random_weights() -> None:
     shapes = {"a.weight": (300, 200), "norm.weight": (200,), "a.bias": (300,)}
-    tensors = [SimpleNamespace(name=name, stored_shape=shape, required=True) for name, shape in shapes.items()]
-    tensors.append(SimpleNamespace(name="lm_head.weight", stored_shape=(1, 1), required=False))
-    spec: Any = SimpleNamespace(all_tensors=lambda: tensors)
+    spec: Any = SimpleNamespace(required_shapes=lambda: shapes)
     weights = loading.RandomWeights(spec, 0)
     assert weights.names() == sorted(shapes)
     assert "lm_head.weight" not in weights

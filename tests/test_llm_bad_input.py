@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -17,8 +18,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore import LLM, CheckpointError, InvalidArgument, InvalidState, KvcoreError, OutOfMemory, SamplingParams
+from kvcore import (
+    LLM,
+    AsyncLLM,
+    CheckpointError,
+    InvalidArgument,
+    InvalidState,
+    KvcoreError,
+    OutOfMemory,
+    SamplingParams,
+    Session,
+)
 from models import END, EXACT, REFERENCE, TINY, add_tokenizer, assert_nothing_held, chain_folder, copy_reference
+from soak import resident_bytes
 
 GQA = REFERENCE / "llama_gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -291,6 +303,36 @@ def test_a_tensor_too_large_for_any_memory(key: str, tensor: str, quantization: 
         LLM.from_config(TINY | {key: 2**31 - 1}, quantization=quantization)
 
 
+def test_tensors_too_large_together(tmp_path: Path) -> None:
+    """Each of them would fit: what is held together is told before any is read or drawn."""
+    config = TINY | {"num_hidden_layers": 4000, "hidden_size": 1 << 13, "intermediate_size": 1 << 15}
+    config |= {"num_attention_heads": 64, "num_key_value_heads": 64, "dtype": "bfloat16"}
+    before = resident_bytes() or 0
+    weights = 4000 * (4 * (1 << 26) + 3 * (1 << 28))
+    for quantization, bits in (("none", 16), ("int4", 5)):
+        with pytest.raises(OutOfMemory, match=r"expected weights of at most \d+ bytes .*, got \d+ bytes in") as error:
+            LLM.from_config(config, quantization=quantization)
+        got = int(re.findall(r"got (\d+) bytes", str(error.value))[0])
+        assert got == pytest.approx(weights * bits / 8, rel=0.001)
+    assert (resident_bytes() or 0) < before + (64 << 20)
+
+
+def test_a_checkpoint_larger_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(GQA, dtype="bfloat16", num_kv_blocks=4) as llm:
+        held = llm.weight_bytes
+    monkeypatch.setattr("kvcore.loading.total_memory", lambda: held)
+    LLM(GQA, dtype="bfloat16", num_kv_blocks=4).close()
+    with pytest.raises(OutOfMemory, match=rf"model\.safetensors: expected weights of at most {held} bytes .*, got \d+"):
+        LLM(GQA, dtype="float32", num_kv_blocks=4)
+    monkeypatch.setattr("kvcore.loading.total_memory", lambda: held - 1)
+    monkeypatch.setattr("kvcore.models.reader.Linear", None)  # nothing is packed
+    with pytest.raises(OutOfMemory, match=f"at most {held - 1} bytes .*, got {held} bytes in auto beside bfloat16"):
+        LLM(GQA, dtype="bfloat16", num_kv_blocks=4)
+    monkeypatch.setattr("kvcore.loading.total_memory", lambda: None)  # unknown: whatever the system says
+    with pytest.raises(TypeError):
+        LLM(GQA, dtype="bfloat16", num_kv_blocks=4)
+
+
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 LOOP: list[Any] = []
@@ -479,20 +521,36 @@ def test_sampling_params(values: dict[str, Any], error: type[Exception]) -> None
 # -- conversations ---------------------------------------------------------------------------------------------------
 
 
-MESSAGES: list[tuple[Any, type[Exception]]] = [
-    *(
-        (messages, TypeError)
-        for messages in (None, 5, "hi", {"role": "user", "content": "a"}, [5], [None], ["hi"], Odd())
-    ),
-    *((messages, InvalidArgument) for messages in ([], [[]], [[5]], [{}], [{"role": "user"}], [{"content": "a"}])),
-    *(([{"role": "user", "content": value}], InvalidArgument) for value in (5, ["a"], b"a", {"a": Odd()})),
+MESSAGES: list[Any] = [
+    *(None, 5, "hi", {"role": "user", "content": "a"}, [5], [None], ["hi"], Odd()),
+    *([], [[]], [[5]], [{}], [{"role": "user"}], [{"content": "a"}]),
+    *([{"role": "user", "content": value}] for value in (5, ["a"], b"a", {"a": Odd()})),
 ]
 
 
-@pytest.mark.parametrize(("messages", "error"), MESSAGES, ids=repr)
-def test_messages(messages: Any, error: type[Exception], llm: LLM) -> None:
-    with pytest.raises(error, match=r"(?s)messages.*(expected|must be|empty|has no content)"):
-        llm.chat(messages, GREEDY)
+@pytest.mark.parametrize("messages", MESSAGES, ids=repr)
+def test_messages(messages: Any, llm: LLM) -> None:
+    """A conversation is data, which may come from anywhere: whatever is wrong with it is an InvalidArgument."""
+    with Session(llm, [1, 2, 3]) as session:
+        for call in (llm.chat, llm.stream_chat, AsyncLLM(llm).chat, session.chat):
+            with pytest.raises(InvalidArgument, match=r"(?s)messages.*: expected .*, got"):
+                call(messages, GREEDY)
+        assert session.token_ids == [1, 2, 3]
+    with pytest.raises(InvalidArgument, match=r"(?s)messages.*: expected .*, got"):
+        llm.render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, 5.0, b"ab", Odd(), {1, 2}, True, {"prompt": None}, {"text": "a"}, [[None]], ["a", 5]], ids=repr
+)
+def test_what_is_no_prompt(prompt: Any, llm: LLM) -> None:
+    """Every way to ask says what a prompt is."""
+    for call in (llm.generate, llm.stream, AsyncLLM(llm).generate):
+        with pytest.raises((TypeError, InvalidArgument), match=r"(?s)prompt.*: expected .*, got"):
+            call(prompt, GREEDY)
+    if prompt is not None:
+        with pytest.raises((TypeError, InvalidArgument), match=r"(?s)prompt.*: expected .*, got"):
+            Session(llm, prompt)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcore import LLM, SamplingParams
+from kvcore import LLM, SamplingParams, Session
 from kvcore._kvcore import available_simd, simd
-from models import REFERENCE, TINY, Floats, assert_nothing_held, assert_same_bits, expected, recorded
+from models import EXACT, REFERENCE, TINY, Floats, assert_nothing_held, assert_same_bits, expected, recorded
 
 MODEL = REFERENCE / "llama_gqa"
 FORMATS = [  # weights, cache
@@ -301,3 +301,32 @@ def test_smollm2(cache: str, quantization: str, smollm2_path: Path) -> None:
                     assert_same_bits(got, want[i], f"question {i}, {what}, {num_threads} threads, by {chunk}")
             assert_same_bits(run(llm, prompts[:1])[0], want[0], "alone, hit")
             assert llm.stats()["num_cached_tokens"] > 3 * 16
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "mistral_swa8"])
+def test_pools_of_windows_suffice(name: str) -> None:
+    """A sliding group's pool is smaller than that of all tokens; whatever runs, the tokens are those of a large one."""
+    prompts = [[1 + (5 * i + j) % 90 for j in range(n)] for i, n in enumerate((40, 90, 3, 70, 41, 88, 17, 64))]
+    prompts += [prompts[1] + [7, 8, 9], [*prompts[3][:50], 4, 4]]  # prefixes of what ran before
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    answers = []
+    for size in ({"kv_cache_memory": 4 << 20, "max_num_seqs": 3, "max_num_batched_tokens": 32}, {"num_kv_blocks": 200}):
+        with LLM(REFERENCE / name, **EXACT, **size) as llm:
+            for group in llm.cache.groups:
+                if "num_kv_blocks" in size:
+                    assert group.num_blocks == 200
+                elif group.window is not None:
+                    assert group.num_blocks == 2 * (3 * (-(-group.window // 16) + 2) + 2)
+            answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+            several = llm.generate(prompts[:4], SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True))
+            answers[-1] += [choice.token_ids for output in several for choice in output.outputs]
+            sessions = [Session(llm, prompt) for prompt in prompts[:2]]
+            for session in sessions:
+                answers[-1].append(session.generate(params).outputs[0].token_ids)
+            answers[-1] += [output.outputs[0].token_ids for output in llm.generate(prompts[2:], params)]
+            for session in sessions:
+                session.close()
+            llm.cache.check()
+            cache = llm.cache.stats()
+            assert (cache["used"], cache["num_sequences"]) == (0, 0)
+    assert answers[0] == answers[1]

@@ -10,11 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ggufs import convert
 from kvcore import LLM, InvalidArgument, SamplingParams
 from kvcore._kvcore import Linear
 from kvcore.checkpoint.dequantize import BLOCKS, dequantize
 from kvcore.checkpoint.gguf import GGUFWeights
-from models import assert_nothing_held, assert_same_bits, copy_reference
+from kvcore.models.table import NUMPY_DTYPES, Table
+from models import REFERENCE, assert_nothing_held, assert_same_bits, copy_reference
 
 BITS = ["int8", "int4"]
 EXPECTED = json.loads((Path(__file__).parent / "data" / "smollm2" / "expected.json").read_text())
@@ -77,6 +79,47 @@ def test_linear_of_blocks(kind: str) -> None:
     np.testing.assert_allclose(got, exact, rtol=0, atol=tolerance * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+def test_rows_of_blocks(kind: str) -> None:
+    """They are the file's values."""
+    per_block, block_bytes, _ = BLOCKS[kind]
+    rows = np.random.default_rng(3).integers(0, 256, (40, 3 * block_bytes), np.uint8)
+    blocks = rows.reshape(-1, block_bytes)
+    blocks[:, :4] = np.array([0.01, -0.02], np.float16).view(np.uint8)
+    blocks[::2, 1] ^= 0x80  # scales below 0
+    linear = Linear(rows, dtype="int8" if kind in ("Q5_0", "Q8_0") else "int4", blocks=kind)
+    ids = np.array([39, 0, 17, 17])
+    exact = dequantize(kind, rows.reshape(-1)).reshape(40, 3 * per_block)[ids]
+    assert np.array_equal(linear.rows(ids), exact)
+    assert np.array_equal(linear.rows(list(map(int, ids))), exact)
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16", "float16", "int8", "int4"])
+def test_rows(held: str) -> None:
+    weight = np.random.default_rng(4).standard_normal((45, 40), np.float32)
+    linear = Linear(weight, np.ones(45, np.float32), dtype=held)
+    rows = linear.rows(range(45))
+    assert (rows.dtype, rows.shape) == (np.float32, (45, 40))
+    if held in NUMPY_DTYPES:
+        assert_same_bits(rows, weight.astype(NUMPY_DTYPES[held]).astype(np.float32))
+    else:
+        assert np.abs(rows - weight).max() < (0.02 if held == "int8" else 0.25)
+    assert linear.rows([]).shape == (0, 40)
+    bad: list[tuple[Any, type[Exception]]] = [
+        ([45], InvalidArgument),  # the first of the padding
+        ([0, -1], InvalidArgument),
+        ([1 << 70], InvalidArgument),
+        (np.zeros((2, 2), np.int64), InvalidArgument),
+        ([0.5], TypeError),
+        (7, TypeError),
+        ("7", TypeError),
+        (None, TypeError),
+    ]
+    for ids, error in bad:
+        with pytest.raises(error, match="ids: expected"):
+            linear.rows(ids)
+
+
 # -- LLM -------------------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +145,46 @@ def test_batches_and_chunks_change_no_bit(quantization: str, tmp_path: Path) -> 
             assert together == want == [list(ids) for ids in alone]
             assert_same_bits(llm.logits(prompts[1] + [5])[:40], logits[1])
             assert_nothing_held(llm)
+
+
+TIED = REFERENCE / "llama_tied_bias_headdim"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("quantization", ["auto", "none", *BITS])
+@pytest.mark.parametrize("kind", ["bfloat16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+def test_how_an_embedding_is_held_changes_no_bit(kind: str, quantization: str, dtype: str, tmp_path: Path) -> None:
+    """Its rows are those of the file, rounded to ``dtype``, also where they are read from packed blocks."""
+    model = convert(TIED, tmp_path / "model.gguf", kinds={"token_embd.weight": kind} if kind in BLOCKS else None)
+    table = GGUFWeights.open(model).get("model.embed_tokens.weight").astype(NUMPY_DTYPES[dtype])
+    prompt = list(range(0, 320, 7))
+    with LLM(model, dtype=dtype, quantization=quantization, num_kv_blocks=8) as llm:
+        logits = llm.logits(prompt)
+        embedding = llm._decoder._embedding
+        assert np.array_equal(embedding.table(np.arange(320)), table.astype(np.float32))
+        embedding.table = Table(table, dtype)
+        assert_same_bits(llm.logits(prompt), logits)
+
+
+def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
+    """Unless its rows were rounded to be packed."""
+
+    def weight_bytes(model: Path, quantization: str = "auto") -> int:
+        with LLM(model, dtype="bfloat16", quantization=quantization, num_kv_blocks=8) as llm:
+            return llm.weight_bytes
+
+    values = 320 * 64
+    others = weight_bytes(TIED) - 2 * values
+    bits = {"Q4_0": 5, "Q4_1": 5, "Q5_0": 8.5, "Q8_0": 8.5, None: 16}
+    for kind, held in bits.items():
+        kinds = {"token_embd.weight": kind} if kind else {}
+        model = convert(TIED, tmp_path / "model.gguf", kinds=kinds)
+        assert weight_bytes(model) == others + values * held / 8, kind
+        assert weight_bytes(model, "none") == others + values * 2
+    with LLM(TIED, dtype="bfloat16", quantization="int8", num_kv_blocks=8) as llm:
+        rounded = llm._decoder
+        assert rounded.nbytes - rounded.step_nbytes(320) == 0
+        assert rounded.nbytes - rounded.step_nbytes(1) == 319 * 64 * 2  # rows of bfloat16 beside the packed matrix
 
 
 @pytest.mark.model

@@ -15,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvcore.cli as cli
-from kvcore import KVCache
+from ggufs import convert
+from kvcore import LLM, KVCache
 from kvcore.checkpoint import pull
 from kvcore.checkpoint.config import Config
 from kvcore.errors import CheckpointError, InvalidArgument, KvcoreError
@@ -37,7 +38,7 @@ from kvcore.plan import (
     parse_tokens,
 )
 from kvcore.plan.budget import held_blocks, kept_tokens
-from kvcore.plan.formats import FORMATS
+from kvcore.plan.formats import FORMATS, QUANTIZATIONS
 from kvcore.plan.shapes import SHAPES
 from kvcore.plan.sizes import MAX_BYTES, UNITS
 
@@ -685,6 +686,27 @@ def test_a_configuration_alone(tmp_path: Path) -> None:
     assert make_plan(find_model(tmp_path / "config.json")).bytes_per_token == found.bytes_per_token
 
 
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_weights_as_they_are_held(quantization: str, tmp_path: Path) -> None:
+    gguf = convert(REFERENCE / "llama_tied_bias_headdim", tmp_path / "model.gguf", kinds={"token_embd.*": "Q8_0"})
+    for model in (REFERENCE / "llama_gqa", REFERENCE / "whisper", gguf):
+        held = make_plan(find_model(model), dtype="bf16", quantization=quantization, memory=GIB, context=16)
+        with LLM(model, dtype="bfloat16", quantization=quantization, num_kv_blocks=4) as llm:
+            assert held.weight_bytes == held.held_bytes == llm.weight_bytes
+        assert held.cache_memory == GIB - held.weight_bytes
+        assert held.reservations[0].requests == held.cache_memory // held.reservations[0].bytes
+
+
+def test_shapes_as_they_are_held() -> None:
+    llama = plan("llama-3-8b", quantization="int4")
+    assert llama.weight_bytes / plan("llama-3-8b").weight_bytes == pytest.approx(0.38, abs=0.01)
+    assert "Weights in bfloat16, quantization int4, as they are held: 5." in as_text(llama)
+    assert plan("llama-3-8b", quantization="none").weight_bytes >= plan("llama-3-8b").weight_bytes
+    assert plan("llama-3-8b").held_bytes is None
+    with pytest.raises(InvalidArgument, match="quantization: expected one of auto, none, int8, int4, got 'q8'"):
+        plan("llama-3-8b", quantization="q8")
+
+
 def test_damaged_weights_are_a_note(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((REFERENCE / "llama_gqa" / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
@@ -835,6 +857,7 @@ def test_every_documented_name_of_the_json_is_there() -> None:
         (["llama-3-8b", "--context", "many"], "context: expected a number of tokens such as 8192 or 8K"),
         (["llama-3-8b", "--kv-cache-dtype", "fp9"], "kv_cache_dtype: expected auto or one of float32, "),
         (["llama-3-8b", "--dtype", "int8"], "dtype: expected auto or one of float32, "),
+        (["llama-3-8b", "--quantization", "int3"], "quantization: expected one of auto, none, int8, int4, got 'int3'"),
         (["llama-3-8b", "--scale-mode", "static"], ""),
         (["llama-3-8b", "--scale-mode", "x"], "scale_mode: expected static with bfloat16"),
         (["llama-3-8b", "--source-tokens", "5"], "source_tokens: expected a model with an encoder"),

@@ -782,6 +782,14 @@ class Linear:
                 scales. TypeError: another array type.
         """
 
+    @staticmethod
+    def packed_nbytes(out_features: int, in_features: int, *, dtype: str = "float32", bias: bool = False) -> int:
+        """``nbytes`` of a layer of this shape, without making one.
+
+        Raises:
+            InvalidArgument: a size below 1 or beyond what can be addressed, or another dtype.
+        """
+
     def __call__(self, x: _Floats) -> npt.NDArray[np.float32]:
         """x @ W.T + b: x [rows, in_features], the result [rows, out_features]."""
 
@@ -819,6 +827,16 @@ class Linear:
 
     def activated_add_forward(self, x: _Floats, residual: npt.NDArray[np.float32], activation: str) -> None:
         """residual += f(x) @ W.T + b, in place: x [rows, in_features], residual [rows, out_features]."""
+
+    def rows(self, ids: _Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Rows of W as they are held, without b: float32 [ids, in_features].
+
+        Of int8 weights these are scale * code, of int4 weights scale * code + minimum. What a file has as blocks of
+        Q4_0, Q4_1, Q5_0 or Q8_0 comes back as the file's formula expands it.
+
+        Raises:
+            InvalidArgument: an id that is not below out_features. TypeError: no sequence of integers.
+        """
 
     @property
     def in_features(self) -> int: ...

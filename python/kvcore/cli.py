@@ -312,6 +312,15 @@ def plan(
     dtype: Annotated[
         str, typer.Option(help="What weights are held in: auto (as saved), float32, bfloat16, float16.")
     ] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="What matrices are held in beside --dtype: auto, none, int8, int4. Weights are then the bytes that "
+            "kvcore holds (packed, with scales and padding; blocks of a GGUF file as the file has them), "
+            "not parameters times bytes of --dtype.",
+            show_default=False,
+        ),
+    ] = None,
     source_tokens: Annotated[
         str | None,
         typer.Option(
@@ -335,6 +344,7 @@ def plan(
             kv_cache_dtype=kv_cache_dtype,
             scale_mode=scale_mode,
             dtype=dtype,
+            quantization=quantization,
         )
         print(json.dumps(as_dict(result), ensure_ascii=False) if as_json else as_text(result), flush=True)
 

@@ -89,9 +89,11 @@ class LLM:
                 float32 (f32), bfloat16 (bf16), float16 (f16), fp8_e4m3 (fp8), fp8_e5m2, int8 or int4.
             kv_cache_scale_mode: static (fp8: one scale for each layer and head, 1 until ``calibrate``), per_token_head
                 (fp8, int8, int4: a scale of its own for each token and head), or auto: static where it can be.
-            kv_cache_memory: bytes for the cache. None: enough for ``max_num_seqs`` sequences of the full length, but
-                no more than 4 GiB (or one such sequence) and no more than half of the available memory.
-            num_kv_blocks: blocks in the cache, instead of ``kv_cache_memory``.
+            kv_cache_memory: bytes for the cache, of which layers with a sliding window get no more than twice what the
+                windows of ``max_num_seqs`` sequences take. None: enough for ``max_num_seqs`` sequences of the full
+                length, but no more than 4 GiB (or one such sequence) and no more than half of the available memory.
+            num_kv_blocks: blocks in the cache, instead of ``kv_cache_memory``; layers with a sliding window have as
+                many as all others then.
             block_size: tokens in a block, a multiple of 16.
             max_model_len: the most tokens of prompt and answer together. None: the model's own limit.
             max_num_seqs: the most requests that run at once; others wait.
@@ -288,11 +290,11 @@ class LLM:
             One output per conversation.
 
         Raises:
-            As ``generate``; InvalidArgument if there is no template, if it refuses the conversation, or for marks that
-            are not as they should be.
+            As ``generate``; InvalidArgument for messages of another kind, if there is no template, if it refuses the
+            conversation, or for marks that are not as they should be.
         """
         if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"messages: expected a list of messages, got {type(messages).__name__}")
+            raise InvalidArgument(f"messages: expected a list of messages, got {type(messages).__name__}")
         if not messages:
             raise InvalidArgument("messages: expected at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvcore.engine.speculation import SpeculativeConfig
 from kvcore.errors import InvalidArgument, OutOfMemory
-from kvcore.memory import available_memory
+from kvcore.memory import available_memory, total_memory
 
 if TYPE_CHECKING:
     from kvcore._kvcore import KVCache, Threads
@@ -209,20 +209,29 @@ def make_chat_template(tokenizer: Tokenizer | None, template: str | None = None)
 
 
 def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], options: Options, fingerprint: str) -> Any:
-    """The decoder with its weights packed and its cache allocated; ``fingerprint`` names the weights."""
+    """The decoder with its weights packed and its cache allocated; ``fingerprint`` names the weights.
+
+    Raises:
+        OutOfMemory: its weights are more than the machine has memory; nothing was read then.
+    """
     from kvcore._kvcore import Threads
     from kvcore.models.decoder import Decoder
     from kvcore.models.encoder_decoder import EncoderDecoder
+    from kvcore.models.held import held_nbytes, held_quantization
 
     dtype = weight_dtype(config, options)
+    quantization = held_quantization(options.quantization, dtype)
+    held_in = f"{quantization} beside {dtype}" if quantization else dtype
+    held, most = held_nbytes(spec, weights, dtype=dtype, quantization=quantization), total_memory()
+    if most is not None and held > most:
+        raise OutOfMemory(
+            f"{weights.source}: expected weights of at most {most} bytes (this machine's memory and swap, or its "
+            f"container's limit), got {held} bytes in {held_in}"
+        )
     threads = Threads(options.num_threads)
     probe = make_cache(spec, dtype, options, 1, threads, "")
     blocks = num_blocks(spec, probe.bytes_per_token, options, cross_block_bytes=_cross_block_bytes(probe))
-    quantization = None if options.quantization == "none" else options.quantization
-    if quantization == "auto" and dtype == "float32":
-        quantization = None  # whoever asks for float32 asks for its arithmetic
-    held = f"{quantization} beside {dtype}" if quantization else dtype
-    cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held}")
+    cache = make_cache(spec, dtype, options, blocks, threads, f"{fingerprint} in {held_in}")
     kind = Decoder if spec.encoder is None else EncoderDecoder
     return kind(spec, weights, cache, dtype=dtype, quantization=quantization)
 
@@ -240,6 +249,8 @@ def make_cache(
         if cache.kind == "cross":
             layers = tuple(spec.num_layers + layer for layer in layers)
             blocks = cross_blocks(spec, options, num_blocks)
+        if cache.window is not None:
+            blocks = min(num_blocks, window_blocks(cache.window, options))
         if cache.kind == "latent":
             sizes = {"rank": cache.rank, "rope_dim": cache.rope_dim}
         else:
@@ -297,7 +308,8 @@ def num_blocks(spec: DecoderSpec, bytes_per_token: int, options: Options, *, cro
     """How many blocks the cache gets: the option, or as many as ``kv_cache_memory`` bytes hold.
 
     Without either: what ``max_num_seqs`` sequences of the full length need, but no more than 4 GiB (or what one
-    such sequence needs, if that is more), and no more than half of the memory that is available. Behind an encoder
+    such sequence needs, if that is more), and no more than half of the memory that is available. Layers with a window
+    get no more than ``window_blocks``; what they leave becomes blocks of the others. Behind an encoder
     these are the blocks of the decoder's tokens; the encoder's come on top (``cross_blocks``) and are paid from the
     same memory, ``cross_block_bytes`` each.
 
@@ -309,17 +321,60 @@ def num_blocks(spec: DecoderSpec, bytes_per_token: int, options: Options, *, cro
     block = bytes_per_token * options.block_size
     of_sequence, of_source = _full_length(spec, options)
     source = of_source * cross_block_bytes
+    pools = _Pools(spec, block, options)
     memory = options.kv_cache_memory
     if memory is None:
-        sequence = of_sequence * block + source
-        memory = min(options.max_num_seqs * sequence, max(_DEFAULT_KV_MEMORY, sequence))
+        sequence = pools.nbytes(of_sequence) + source
+        all_of_them = pools.nbytes(options.max_num_seqs * of_sequence) + options.max_num_seqs * source
+        memory = min(all_of_them, max(_DEFAULT_KV_MEMORY, sequence))
         memory = max(min(memory, available_memory() // 2), block + source)
     if memory < block + source:
         what = "one block" if not source else f"one block, and {of_source} for one input of the encoder"
         raise InvalidArgument(f"kv_cache_memory: expected at least {block + source} bytes ({what}), got {memory}")
     if memory // block > _MAX_BLOCKS:
         raise InvalidArgument(f"kv_cache_memory: expected at most {_MAX_BLOCKS * block} bytes, got {memory}")
+    if not source:
+        return pools.most_blocks(memory)
     return min((memory - source) // block, max(1, memory * of_sequence // (of_sequence * block + source)))
+
+
+def window_blocks(window: int, options: Options) -> int:
+    """The blocks that layers with such a window get at most: ``num_kv_blocks``, if that is given. Else:
+
+    Twice what the most sequences that run at once hold in a step: a window each, which begins and ends within blocks,
+    and the step's tokens. The other half keeps windows of sessions, and of prefixes that nobody uses now.
+    """
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks
+    size = options.block_size
+    of_sequence = -(-window // size) + 2
+    return 2 * (options.max_num_seqs * of_sequence + -(-options.max_num_batched_tokens // size))
+
+
+class _Pools:
+    """Bytes of a cache's pools if they have so many blocks, those of windows as far as they need them."""
+
+    def __init__(self, spec: DecoderSpec, block: int, options: Options) -> None:
+        """``block``: bytes of a block in all layers, which all keep as much of a token."""
+        windows = [layer.window for layer in spec.cache_layers() if layer.kind != "cross"]
+        self._layer = block // len(windows)
+        self._full = block - self._layer * sum(window is not None for window in windows)
+        self._most = sorted(window_blocks(window, options) for window in windows if window is not None)
+
+    def nbytes(self, blocks: int) -> int:
+        """Of all pools."""
+        return blocks * self._full + sum(min(blocks, most) for most in self._most) * self._layer
+
+    def most_blocks(self, memory: int) -> int:
+        """The most blocks whose pools take no more."""
+        of_a_block = self._full + len(self._most) * self._layer
+        for most in self._most:  # the smallest first: once it has all of its blocks, others cost less
+            if memory // of_a_block < most:
+                break
+            memory, of_a_block = memory - most * self._layer, of_a_block - self._layer
+            if of_a_block == 0:
+                return most
+        return min(memory // of_a_block, _MAX_BLOCKS)
 
 
 def cross_blocks(spec: DecoderSpec, options: Options, blocks: int) -> int:
@@ -356,8 +411,7 @@ class RandomWeights:
     def __init__(self, spec: DecoderSpec, seed: int) -> None:
         """Raises OutOfMemory for a model with a tensor that alone is more than the available memory."""
         self._seed = seed
-        # tensors that may be missing are missing: no biases, and a tied output matrix
-        self._shapes = {tensor.name: tensor.stored_shape for tensor in spec.all_tensors() if tensor.required}
+        self._shapes = spec.required_shapes()
         available = available_memory()
         for name, shape in self._shapes.items():
             if 4 * math.prod(shape) > available:
@@ -394,6 +448,9 @@ class RandomWeights:
 
     def blocks(self, name: str) -> None:
         """None: random values are no blocks."""
+
+    def block_kind(self, name: str) -> None:
+        """None, too."""
 
     def unused(self) -> list[str]:
         """Nothing is ever left over."""

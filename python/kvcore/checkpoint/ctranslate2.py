@@ -143,6 +143,9 @@ class CTranslate2Weights:
     def blocks(self, name: str) -> None:
         """None: these files have no blocks."""
 
+    def block_kind(self, name: str) -> None:
+        """None, too."""
+
     def unused(self) -> list[str]:
         """Names that ``get`` was never called for, sorted."""
         return sorted(self._parts.keys() - self._used)

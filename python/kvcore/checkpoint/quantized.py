@@ -81,6 +81,9 @@ class QuantizedWeights:
     def blocks(self, name: str) -> None:
         """None: these files have no blocks of integers."""
 
+    def block_kind(self, name: str) -> None:
+        """None, too."""
+
     def unused(self) -> list[str]:
         """Names that ``get`` was never called for, sorted."""
         plain = self._names & {*self._weights.unused()}

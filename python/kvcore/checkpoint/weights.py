@@ -89,6 +89,10 @@ class Weights(Protocol):
         ``[rows, bytes of a row]``. Else None."""
         ...
 
+    def block_kind(self, name: str) -> str | None:
+        """The kind of these blocks, or None if ``blocks`` gives none; nothing is read. Raises as ``get``."""
+        ...
+
     def unused(self) -> list[str]:
         """Names that neither ``get`` nor ``blocks`` gave, sorted."""
         ...
@@ -282,6 +286,9 @@ class SafetensorsWeights:
 
     def blocks(self, name: str) -> None:
         """None: these files have no blocks."""
+
+    def block_kind(self, name: str) -> None:
+        """None, too."""
 
     def unused(self) -> list[str]:
         """Names that ``get`` was never called for, sorted."""

@@ -14,7 +14,7 @@ that of its rows, and of numpy only what rounds each value by itself (sums and p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,11 @@ class Decoder:
         dtype: what matrices are held in: float32, bfloat16 or float16. Norms and biases are float32.
         quantization: int8 or int4, in place of ``dtype`` for all but the embedding's rows: blocks that are stored so
             are taken as they are, if all matrices with one input are of one kind, all else is rounded. The output
-            matrix, whose errors nothing evens out, is rounded to 8 bits at least. "auto": each matrix as it is stored,
-            in ``dtype``, in 4 bits, or (5 bits and more) in 8. None: ``dtype``.
+            matrix, whose errors nothing evens out, is rounded to 8 bits at least. The embedding's rows are read from
+            the output matrix where the two are one and nothing was rounded, else from the file's blocks, else held in
+            ``dtype``. "auto": each matrix as it is stored, in ``dtype``, in 4 bits, or (5 bits and more) in 8.
+            None: ``dtype``.
+        reader: what reads and packs the tensors.
 
     Attributes:
         weight_format: what most weights of matrices are held in, as ``Linear`` has it.
@@ -60,9 +63,16 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: DecoderSpec, weights: Weights, cache: KVCache, *, dtype: str, quantization: str | None = None
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        cache: KVCache,
+        *,
+        dtype: str,
+        quantization: str | None = None,
+        reader: type[Reader] = Reader,
     ) -> None:
-        read = Reader(spec, weights, cache.threads, dtype=dtype, quantization=quantization)
+        read = reader(spec, weights, cache.threads, dtype=dtype, quantization=quantization)
         for rope in spec.ropes:
             if rope.rotary_dim > spec.head_dim:
                 raise CheckpointError(
@@ -71,15 +81,16 @@ class Decoder:
         self.spec = spec
         self.cache = cache
         self._ropes = {rope: RopeTable(rope) for rope in spec.ropes}
-        self._embedding = Embedding(read)
-        self._output = projection(read.output(self._embedding.table), read.optional_norm("norm"))
+        output, table = read.output()
+        self._embedding = Embedding(read, table)
+        self._output = projection(output, read.optional_norm("norm"))
         self._layers = [Layer(read, layer, cache) for layer in range(spec.num_layers)]
-        self._nbytes = read.nbytes + self._read_more(weights, dtype, quantization)
+        self._nbytes = read.nbytes + self._read_more(weights, reader, dtype=dtype, quantization=quantization)
         self.weight_format = read.formats.most_common(1)[0][0]
         self._adapters = read.adapters
         read.warn_of_unused()
 
-    def _read_more(self, weights: Weights, dtype: str, quantization: str | None) -> int:
+    def _read_more(self, weights: Weights, reader: type[Reader], **held_in: Any) -> int:
         """Read what is there beside the decoder; how many bytes it takes."""
         return 0
 
@@ -93,9 +104,8 @@ class Decoder:
 
         Of tables those rows that are looked up; of experts those that are chosen, if all are as likely.
         """
-        tables = self._embedding.tables
-        skipped: int = sum(max(0, len(table) - num_tokens) * table[0].nbytes for table in tables)
-        return self._nbytes - skipped - sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
+        of_layers = sum(layer.idle_nbytes(num_tokens) for layer in self._layers)
+        return self._nbytes - self._embedding.idle_nbytes(num_tokens) - of_layers
 
     def adapter(self, lora: LoraWeights) -> Adapter:
         """Pack an adapter for this decoder.

@@ -5,13 +5,14 @@ x = embedding_norm(embed_tokens[ids] * scale + position_embedding[positions])   
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from kvcore.models.reader import Reader
+    from kvcore.models.table import Table
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -21,24 +22,24 @@ class Embedding:
     """A stack's embeddings.
 
     Attributes:
-        table: rows for token ids, in the type that weights are held in.
+        table: rows for token ids.
     """
 
-    def __init__(self, read: Reader, table: npt.NDArray[Any] | None = None) -> None:
-        """Read its tensors; ``table`` if another stack has it already."""
-        self.table = read.matrix("embed_tokens.weight") if table is None else table
+    def __init__(self, read: Reader, table: Table | None = None) -> None:
+        """Read its tensors; ``table`` if something else has it already: another stack, or the output matrix."""
+        self.table = read.table("embed_tokens.weight") if table is None else table
         self._scale = np.float32(read.spec.embedding_scale)
         self._positions = read_positions(read)
         self._norm = read.optional_norm("embedding_norm")
 
-    @property
-    def tables(self) -> list[npt.NDArray[Any]]:
-        """What rows are looked up in."""
-        return [self.table] if self._positions is None else [self.table, self._positions]
+    def idle_nbytes(self, num_tokens: int) -> int:
+        """Bytes that a step of so many tokens does not read, one of each request."""
+        idle, positions = self.table.idle_nbytes(num_tokens), self._positions
+        return idle if positions is None else idle + max(0, len(positions) - num_tokens) * positions[0].nbytes
 
     def __call__(self, token_ids: IntArray, positions: IntArray) -> FloatArray:
         """[rows, hidden_size] for int64 [rows]."""
-        x: FloatArray = self.table[token_ids].astype(np.float32)
+        x = self.table(token_ids)
         if self._scale != 1:
             x *= self._scale
         if self._positions is not None:

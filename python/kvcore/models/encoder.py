@@ -23,9 +23,9 @@ from kvcore.models.reader import Reader
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Threads
-    from kvcore.checkpoint.weights import Weights
     from kvcore.models.encoder_input import EncoderInput
     from kvcore.models.spec import EncoderSpec
+    from kvcore.models.table import Table
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -39,19 +39,9 @@ class Encoder:
         nbytes: bytes of all weights as they are held, but for a table that it shares.
     """
 
-    def __init__(
-        self,
-        spec: EncoderSpec,
-        weights: Weights,
-        threads: Threads,
-        *,
-        dtype: str,
-        quantization: str | None,
-        table: npt.NDArray[Any] | None,
-    ) -> None:
-        """Read and pack its tensors; ``table``: the embedding, if the decoder has the same."""
-        read = Reader(spec.stack, weights, threads, dtype=dtype, quantization=quantization)
-        self._memory = _Memory(threads, dtype, spec.stack.num_kv_heads, spec.stack.head_dim)
+    def __init__(self, spec: EncoderSpec, read: Reader, dtype: str, table: Table | None) -> None:
+        """Read and pack the tensors of its stack; ``table``: the embedding, if the decoder has the same."""
+        self._memory = _Memory(read.threads, dtype, spec.stack.num_kv_heads, spec.stack.head_dim)
         self._embedding = Embedding(read, table) if spec.mel_bins is None else None
         self._convolutions = Convolutions(read) if spec.mel_bins is not None else None
         memory = cast("KVCache", self._memory)  # it has what a layer asks of a cache

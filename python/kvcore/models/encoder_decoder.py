@@ -17,31 +17,24 @@ from kvcore.models.encoder_input import EncoderInput, encoder_input
 if TYPE_CHECKING:
     from kvcore._kvcore import KVCache
     from kvcore.checkpoint.weights import Weights
+    from kvcore.models.reader import Reader
     from kvcore.models.spec import DecoderSpec, EncoderSpec
 
 
 class EncoderDecoder(Decoder):
     """An encoder and a decoder with packed weights; arguments and errors as ``Decoder``."""
 
-    def __init__(
-        self, spec: DecoderSpec, weights: Weights, cache: KVCache, *, dtype: str, quantization: str | None = None
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, weights: Weights, cache: KVCache, **options: Any) -> None:
         """Read and pack both."""
         assert spec.encoder is not None
         self._source: EncoderSpec = spec.encoder
-        super().__init__(spec, weights, cache, dtype=dtype, quantization=quantization)
+        super().__init__(spec, weights, cache, **options)
 
-    def _read_more(self, weights: Weights, dtype: str, quantization: str | None) -> int:
+    def _read_more(self, weights: Weights, reader: type[Reader], **held_in: Any) -> int:
         embedding = self._source.stack.tensors.get("embed_tokens.weight")
         same = embedding == self.spec.tensors["embed_tokens.weight"]
-        self.encoder = Encoder(
-            self._source,
-            weights,
-            self.cache.threads,
-            dtype=dtype,
-            quantization=quantization,
-            table=self._embedding.table if same else None,
-        )
+        read = reader(self._source.stack, weights, self.cache.threads, **held_in)
+        self.encoder = Encoder(self._source, read, held_in["dtype"], self._embedding.table if same else None)
         return self.encoder.nbytes
 
     def step_nbytes(self, num_tokens: int) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +15,7 @@ from kvcore._kvcore import Arena, Linear
 from kvcore.models.lora import AdaptedLinear, Adapters
 from kvcore.models.norm import Norm
 from kvcore.models.spec import check_weights, has_own_output, unused_tensors
+from kvcore.models.table import NUMPY_DTYPES, Table
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Threads
@@ -30,9 +30,10 @@ _T = TypeVar("_T", bound="Linear | npt.NDArray[Any]")
 _HELD = {"Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4", "Q5_0": "int8", "Q8_0": "int8"}
 """Kinds of blocks that packed weights take as they are, and in what."""
 
-_Blocks = tuple[str, npt.NDArray[np.uint8]]
+_EXACT = _HELD.keys() - {"Q4_K"}
+"""Those whose packed rows are the file's to the bit: scales of Q4_K's groups are rounded."""
 
-_NUMPY_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_Blocks = tuple[str, npt.NDArray[np.uint8]]
 
 
 class Reader:
@@ -43,7 +44,7 @@ class Reader:
         threads: the pool that packs, and runs the products.
         adapters: where adapters can be applied to what was read.
         nbytes: bytes of all that was read, as it is held.
-        formats: weights of packed matrices by what they are held in.
+        formats: weights of the matrices of products by what they are held in.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type than the spec says.
@@ -72,11 +73,16 @@ class Reader:
 
     def vector(self, role: str, layer: int | None = None) -> FloatArray:
         """A tensor as float32; a copy, as a view would keep the whole file mapped."""
-        return self._count(np.array(self._read(role, layer), np.float32, order="C"))
+        return self._count(self._array(self._read(role, layer), np.float32))
 
-    def matrix(self, role: str) -> npt.NDArray[Any]:
-        """A tensor in the type that weights are held in, for its rows to be looked up."""
-        return self._count(self._read(role, None).astype(_NUMPY_DTYPES[self._dtype]))
+    def table(self, role: str) -> Table:
+        """A tensor for its rows to be looked up: its blocks where they can be held exactly, else rows in ``dtype``."""
+        blocks = None if self._quantization is None else self.spec.tensor(role).read_blocks(self._weights)
+        if blocks is None or blocks[0] not in _EXACT:
+            return Table(self._count(self._array(self._read(role, None), NUMPY_DTYPES[self._dtype])), self._dtype)
+        linear = self._of_blocks(*blocks)
+        self.nbytes += linear.nbytes  # no product is made with it
+        return Table(linear, self._dtype)
 
     def norm(self, role: str, layer: int | None = None, *, eps: float | None = None) -> Norm:
         """A norm of the spec's kind; with ``eps`` a root-mean-square norm of its own."""
@@ -85,7 +91,7 @@ class Reader:
         if eps is not None:
             return Norm("rms", weight, None, eps, self.threads)
         if spec.offset:
-            weight += np.float32(spec.offset)
+            weight = weight + np.float32(spec.offset)
         bias = self.vector(f"{role}.bias", layer) if self.has(f"{role}.bias", layer) else None
         return Norm(spec.kind, weight, bias, spec.eps, self.threads)
 
@@ -93,22 +99,26 @@ class Reader:
         """The same, or None if the model has no such norm."""
         return self.norm(role, layer) if self.has(f"{role}.weight", layer) else None
 
-    def output(self, embedding: npt.NDArray[Any]) -> Linear:
-        """The output matrix: the embedding's own, or one of its own."""
-        own = has_own_output(self.spec, self._weights)
+    def output(self) -> tuple[Linear, Table | None]:
+        """The output matrix: the embedding, or one of its own.
+
+        Returns:
+            The matrix; and the embedding's rows, if it is the embedding and nothing was rounded to hold it so.
+        """
+        own = self._has_own_output()
         bias = self.vector("lm_head.bias").reshape(-1) if self.has("lm_head.bias") else None
         tensor = self.spec.tensor("lm_head.weight" if own else "embed_tokens.weight")
-        if self._quantization is None:
-            return self.pack(tensor.read(self._weights) if own else embedding, bias)
-        blocks = tensor.read_blocks(self._weights)
-        if self._quantization == "auto":
+        blocks = None if self._quantization is None else tensor.read_blocks(self._weights)
+        if self._quantization in (None, "auto"):
             dtype = self._dtype_of([blocks])
         else:
             four_bits = blocks is not None and _HELD.get(blocks[0]) == "int4"
             dtype = "int4" if four_bits and self._quantization == "int4" else "int8"
         if blocks is not None and _HELD.get(blocks[0]) == dtype:
-            return self._of_blocks(*blocks, bias)
-        return self.pack(tensor.read(self._weights), bias, dtype=dtype)
+            output, exact = self._count(self._of_blocks(*blocks, bias)), blocks[0] in _EXACT
+        else:
+            output, exact = self.pack(tensor.read(self._weights), bias, dtype=dtype), dtype == self._dtype
+        return output, Table(output, self._dtype, is_output=True) if exact and not own else None
 
     def adapted(self, names: Sequence[str], layer: int) -> AdaptedLinear:
         """The same as ``linear``, for adapters to add to."""
@@ -122,11 +132,11 @@ class Reader:
         if dtype is None and self._quantization is not None:
             blocks = [tensor.read_blocks(self._weights) for tensor in tensors]
             dtype = self._dtype_of(blocks)
-            joint = _joint(blocks, dtype)
+            joint = self._joint(blocks, dtype)
             if joint is not None:
-                return self._of_blocks(*joint, bias)
+                return self._count(self._of_blocks(*joint, bias))
         matrices = [self._read(tensor.role, layer) for tensor in tensors]
-        return self.pack(matrices[0] if len(matrices) == 1 else np.concatenate(matrices), bias, dtype=dtype)
+        return self.pack(self._stack(matrices), bias, dtype=dtype)
 
     def heads(self, name: str, layer: int, count: int, *, transposed: bool = False) -> list[Linear]:
         """A matrix whose rows are those of so many heads, as a layer for each head."""
@@ -138,7 +148,7 @@ class Reader:
         """Pack a matrix ``[out, in]``."""
         if dtype is None:
             dtype = self._dtype if self._quantization in (None, "auto") else self._quantization
-        return self._count(Linear(weight, bias, dtype=dtype, threads=self.threads, arena=self._arena))
+        return self._count(self._linear(weight, bias, dtype))
 
     def warn_of_unused(self) -> None:
         """Warn of tensors that were never read."""
@@ -166,9 +176,20 @@ class Reader:
             ]
         )
 
-    def _of_blocks(self, kind: str, rows: npt.NDArray[np.uint8], bias: FloatArray | None) -> Linear:
-        args: dict[str, Any] = {"dtype": _HELD[kind], "blocks": kind, "threads": self.threads, "arena": self._arena}
-        return self._count(Linear(rows, bias, **args))
+    def _of_blocks(self, kind: str, rows: npt.NDArray[np.uint8], bias: FloatArray | None = None) -> Linear:
+        return self._linear(rows, bias, _HELD[kind], kind)
+
+    def _linear(self, weight: Any, bias: FloatArray | None, dtype: str, blocks: str | None = None) -> Linear:
+        return Linear(weight, bias, dtype=dtype, blocks=blocks, threads=self.threads, arena=self._arena)
+
+    def _array(self, stored: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:
+        return np.array(stored, dtype, order="C")
+
+    def _stack(self, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _has_own_output(self) -> bool:
+        return has_own_output(self.spec, self._weights)
 
     def _dtype_of(self, blocks: Sequence[_Blocks | None]) -> str:
         """What matrices are held in that are stored like this, in blocks or (None) not."""
@@ -181,16 +202,14 @@ class Reader:
 
     def _count(self, held: _T) -> _T:
         self.nbytes += held.nbytes
-        if isinstance(held, Linear):
+        if not isinstance(held, np.ndarray):
             self.formats[held.dtype] += held.in_features * held.out_features
         return held
 
-
-def _joint(blocks: Sequence[_Blocks | None], dtype: str) -> _Blocks | None:
-    """The blocks below each other, if all are of one kind that this dtype takes as it is."""
-    parts = [part for part in blocks if part is not None]
-    kinds = {kind for kind, _ in parts}
-    if len(parts) < len(blocks) or len(kinds) != 1 or _HELD.get(parts[0][0]) != dtype:
-        return None
-    rows = [rows for _, rows in parts]
-    return kinds.pop(), rows[0] if len(rows) == 1 else np.concatenate(rows)
+    def _joint(self, blocks: Sequence[_Blocks | None], dtype: str) -> _Blocks | None:
+        """The blocks below each other, if all are of one kind that this dtype takes as it is."""
+        parts = [part for part in blocks if part is not None]
+        kinds = {kind for kind, _ in parts}
+        if len(parts) < len(blocks) or len(kinds) != 1 or _HELD.get(parts[0][0]) != dtype:
+            return None
+        return kinds.pop(), self._stack([rows for _, rows in parts])

@@ -299,6 +299,10 @@ class DecoderSpec:
             for tensor in layer.tensors.values():
                 yield tensor.of_layer(index)
 
+    def required_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and stored shapes of the tensors that it cannot do without: no biases that may be missing."""
+        return {tensor.name: tensor.stored_shape for tensor in self.all_tensors() if tensor.required}
+
     def cache_layers(self) -> list[LayerCache]:
         """What each layer keeps in the cache; behind these what each layer's cross-attention keeps, if there is any."""
         layers = [self._cache_layer(index, layer.attention) for index, layer in enumerate(self.layers)]

@@ -105,6 +105,8 @@ class Plan:
         format: of the cache.
         scale_mode: of the format.
         dtype: what weights are held in.
+        quantization: what matrices are held in beside it; None: parameters are counted, not what is held.
+        held_bytes: of the weights as they are held; None without ``quantization``.
         context: tokens of the planned request.
         source_tokens: that its encoder gives; None without one.
         max_length: the most tokens of a request; None if there is no limit.
@@ -121,6 +123,8 @@ class Plan:
     format: CacheFormat
     scale_mode: str
     dtype: str
+    quantization: str | None
+    held_bytes: int | None
     context: int
     source_tokens: int | None
     max_length: int | None
@@ -138,7 +142,9 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all parameters in ``dtype``."""
+        """Of the weights as they are held if ``quantization`` says how, else of all parameters in ``dtype``."""
+        if self.held_bytes is not None:
+            return self.held_bytes
         return self.parameters.total * formats.WEIGHT_BYTES[self.dtype]
 
     @property
@@ -181,6 +187,7 @@ def make_plan(
     kv_cache_dtype: str = "auto",
     scale_mode: str | None = None,
     dtype: str = "auto",
+    quantization: str | None = None,
 ) -> Plan:
     """Compute what a model takes.
 
@@ -192,10 +199,13 @@ def make_plan(
         kv_cache_dtype: a format of ``formats.FORMATS``, a short name, or "auto".
         scale_mode: "static" or "per_token_head"; None is the format's default.
         dtype: what weights are held in; "auto" is the type they were saved in.
+        quantization: "auto", "none", "int8" or "int4", as ``LLM`` has it: counts the bytes that such an ``LLM`` holds.
+            None: parameters times bytes of ``dtype``.
 
     Raises:
         InvalidArgument: a value out of range, or no such format.
-        CheckpointError: the configuration is bad or its family is not known.
+        CheckpointError: the configuration is bad or its family is not known; with ``quantization``: or kvcore cannot
+            run such a model.
     """
     config = text_config(model.config)
     held_in = formats.weight_dtype(dtype, config_dtype(config))
@@ -216,9 +226,11 @@ def make_plan(
     )
     expanded = [cache for cache in cache_layers(model.config, expanded=True) if cache.kind != "cross"]
     parameters = count_parameters(model.config)
+    held = None if quantization is None else _held_bytes(model, held_in, quantization)
     available = None
     if memory is not None:
-        available = max(memory - parameters.total * formats.WEIGHT_BYTES[held_in], 0)
+        weights = parameters.total * formats.WEIGHT_BYTES[held_in] if held is None else held
+        available = max(memory - weights, 0)
     longest = None if limit is None else max(limit, context)
     source_longest = None if source is None else max(source_limit or 0, source)
     return Plan(
@@ -227,6 +239,8 @@ def make_plan(
         format=format_,
         scale_mode=mode,
         dtype=held_in,
+        quantization=quantization,
+        held_bytes=held,
         context=context,
         source_tokens=source,
         max_length=limit,
@@ -237,6 +251,23 @@ def make_plan(
         reservations=tuple(_reservations(groups, (context, longest), (source or 0, source_longest), available)),
         notes=(*model.notes, *_notes(model, config, parameters, context, limit, held_in)),
     )
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def _held_bytes(model: Model, dtype: str, quantization: str) -> int:
+    """Of all weights as kvcore holds them: packed, with scales and padding. Of files only headers are read."""
+    if quantization not in formats.QUANTIZATIONS:
+        expected = ", ".join(formats.QUANTIZATIONS)
+        raise InvalidArgument(f"quantization: expected one of {expected}, got {quantization!r}")
+    from kvcore.checkpoint.source import open_checkpoint  # these two load the native module
+    from kvcore.models.families import spec_from_config
+    from kvcore.models.held import held_nbytes, held_quantization
+
+    weights = None if model.path is None else open_checkpoint(model.path).weights
+    spec = spec_from_config(model.config)
+    return held_nbytes(spec, weights, dtype=dtype, quantization=held_quantization(quantization, dtype))
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------

@@ -70,6 +70,9 @@ FORMATS: Final[Mapping[str, CacheFormat]] = MappingProxyType(
 WEIGHT_BYTES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 """What weights are held in, and the bytes of one."""
 
+QUANTIZATIONS: Final = ("auto", "none", "int8", "int4")
+"""What matrices may be held in beside a type of ``WEIGHT_BYTES``, as ``LLM`` has it."""
+
 SHORT_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp8": "fp8_e4m3"}
 )

@@ -63,6 +63,7 @@ class Model:
         source: where its configuration comes from: a path, or "built in".
         config: its configuration.
         weights: what its files hold, if it has any.
+        path: the folder or file that has them.
         notes: what a user should know.
     """
 
@@ -70,6 +71,7 @@ class Model:
     source: str
     config: Config
     weights: StoredWeights | None = None
+    path: Path | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -133,7 +135,7 @@ def _from_folder(folder: Path, name: str) -> Model:
         weights = _safetensors(folder)
     except CheckpointError as error:  # the plan needs none
         return Model(name, str(folder), config, notes=[f"the weights are not shown: {error}"])
-    return Model(name, str(folder), config, weights)
+    return Model(name, str(folder), config, weights, None if weights is None else folder)
 
 
 def _safetensors(folder: Path) -> StoredWeights | None:
@@ -157,4 +159,4 @@ def _from_gguf(path: Path, name: str) -> Model:
     file = GGUFFile(path)
     tensors = [tensor for tensor_name, tensor in file.tensors.items() if tensor_name not in ROPE_TENSORS]
     weights = StoredWeights.of(1, ((t.type, t.shape, t.end - t.begin) for t in tensors))
-    return Model(name, str(path), to_config(file), weights)
+    return Model(name, str(path), to_config(file), weights, path)

@@ -25,6 +25,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "kv_cache_dtype": plan.format.name,
         "scale_mode": plan.scale_mode,
         "dtype": plan.dtype,
+        "quantization": plan.quantization,
         "block_size": BLOCK_SIZE,
         "context": plan.context,
         "max_length": plan.max_length,
@@ -171,7 +172,8 @@ def _request(plan: Plan) -> str:
 
 def _weights(plan: Plan) -> str:
     p = plan.parameters
-    lines = [f"Weights in {plan.dtype}: {_exact(plan.weight_bytes)}"]
+    held = "" if plan.quantization is None else f", quantization {plan.quantization}, as they are held"
+    lines = [f"Weights in {plan.dtype}{held}: {_exact(plan.weight_bytes)}"]
     parts = [("embedding", p.embedding), ("attention", p.attention), ("MLP", p.mlp), ("norms", p.norms)]
     parts += [("output", p.output), ("other", p.other)]
     rows = [("part", "parameters", "share")]

@@ -95,7 +95,6 @@ class ChatTemplate:
             extra: further variables of the template ("documents", "enable_thinking", ...); plain data.
 
         Raises:
-            TypeError: `messages` is not a list of dicts.
             InvalidArgument: a message is not as above, the template refuses the conversation or has a fault, or
                 it grows beyond the limits.
         """
@@ -164,25 +163,27 @@ def _by_name(template: Any) -> dict[str, str]:
 
 def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise TypeError(f"messages must be a list of dicts with role and content, got {type(messages).__name__}")
+        raise InvalidArgument(
+            f"messages: expected a list of dicts with role and content, got {type(messages).__name__}"
+        )
     if not messages:
-        raise InvalidArgument("messages is empty; a conversation has at least one message")
+        raise InvalidArgument("messages: expected at least one message, got none")
     checked = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise InvalidArgument(f"messages[{i}] must be a dict with role and content, got {type(message).__name__}")
+            raise InvalidArgument(f"messages[{i}]: expected a dict with role and content, got {type(message).__name__}")
         # Some interfaces write None for what is not there, and templates would print "None".
         plain = {k: v for k, v in _plain(message, f"messages[{i}]").items() if v is not None}
         role = plain.get("role")
         if not isinstance(role, str) or not role:
-            raise InvalidArgument(f"messages[{i}]['role'] must be a non-empty str, got {role!r}")
+            raise InvalidArgument(f"messages[{i}]['role']: expected a str that is not empty, got {role!r}")
         content = plain.get("content")
         if content is None:
             if not plain.get("tool_calls"):
-                raise InvalidArgument(f"messages[{i}] (role {role!r}) has no content")
+                raise InvalidArgument(f"messages[{i}]['content']: expected a text or blocks (role {role!r}), got none")
         elif not isinstance(content, str) and not _is_blocks(content):
             raise InvalidArgument(
-                f"messages[{i}]['content'] must be a str or a list of blocks like "
+                f"messages[{i}]['content']: expected a str or a list of blocks like "
                 f'{{"type": "text", "text": ...}}, got {type(content).__name__}'
             )
         checked.append(plain)
@@ -201,7 +202,7 @@ def _is_blocks(content: Any) -> bool:
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy made of JSON's types only: methods of other objects are nothing for a stranger's program."""
     if depth > 64:
-        raise InvalidArgument(f"{where} is nested too deeply")
+        raise InvalidArgument(f"{where}: expected at most 64 levels of lists and dicts, got more")
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
@@ -212,5 +213,5 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise InvalidArgument(
-        f"{where} must be plain data (str, int, float, bool, None, list, dict), got {type(value).__name__}"
+        f"{where}: expected plain data (str, int, float, bool, None, list, dict), got {type(value).__name__}"
     )

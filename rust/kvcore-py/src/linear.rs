@@ -8,8 +8,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::arguments::of;
-use crate::arrays::{Weights, block_weights, floats, floats_in_place, weights};
-use crate::error::{detached, invalid};
+use crate::arrays::{Size, Weights, block_weights, floats, floats_in_place, weights};
+use crate::error::{detached, invalid, to_python};
+use crate::ids::{MAX_IDS, indices};
 use crate::ops::{activation, norm_kind};
 use crate::results::Output;
 use crate::runtime::PyThreads;
@@ -53,6 +54,17 @@ impl PyLinear {
     }
 }
 
+fn weight_dtype(name: &str) -> PyResult<WeightDtype> {
+    match name {
+        "float32" | "f32" => Ok(WeightDtype::F32),
+        "bfloat16" | "bf16" => Ok(WeightDtype::Bf16),
+        "float16" | "f16" => Ok(WeightDtype::F16),
+        "int8" => Ok(WeightDtype::Int8),
+        "int4" => Ok(WeightDtype::Int4),
+        other => Err(invalid(format!("dtype: expected float32, bfloat16, float16, int8 or int4, got {other:?}"))),
+    }
+}
+
 /// Each head of a row through a layer of its own. See the stub file.
 #[pyfunction]
 pub fn linear_heads<'py>(
@@ -90,17 +102,7 @@ impl PyLinear {
         threads: Option<&PyThreads>,
         arena: Option<&PyArena>,
     ) -> PyResult<Self> {
-        let dtype = match dtype {
-            "float32" | "f32" => WeightDtype::F32,
-            "bfloat16" | "bf16" => WeightDtype::Bf16,
-            "float16" | "f16" => WeightDtype::F16,
-            "int8" => WeightDtype::Int8,
-            "int4" => WeightDtype::Int4,
-            other => {
-                let text = format!("dtype: expected float32, bfloat16, float16, int8 or int4, got {other:?}");
-                return Err(invalid(text));
-            }
-        };
+        let dtype = weight_dtype(dtype)?;
         let (weight, outputs, inputs) = match blocks {
             None => weights("weight", weight)?,
             Some(blocks) => block_weights("weight", weight, blocks)?,
@@ -119,6 +121,19 @@ impl PyLinear {
         let PyThreads { level, threads } = &runtime;
         let linear = detached(py, |_| arena.pack(*level, threads, values, outputs, inputs, dtype, bias))?;
         Ok(Self { linear, runtime })
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (out_features, in_features, *, dtype = "float32", bias = false))]
+    fn packed_nbytes(
+        out_features: Size<'_>,
+        in_features: Size<'_>,
+        #[pyo3(from_py_with = of::dtype)] dtype: &str,
+        bias: bool,
+    ) -> PyResult<usize> {
+        let (outputs, inputs) = (out_features.get("out_features")?, in_features.get("in_features")?);
+        let packed = Linear::packed_bytes(outputs, inputs, weight_dtype(dtype)?).map_err(to_python)?;
+        Ok(packed.saturating_add(if bias { outputs.saturating_mul(size_of::<f32>()) } else { 0 }))
     }
 
     fn __call__<'py>(&self, py: Python<'py>, x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
@@ -188,6 +203,16 @@ impl PyLinear {
         #[pyo3(from_py_with = of::activation)] activation: &str,
     ) -> PyResult<()> {
         self.add_activated(py, ("x", x), residual, self::activation(activation, 0.0, 0.0)?, false)
+    }
+
+    fn rows<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let ids = indices("ids", ids, self.linear.outputs(), MAX_IDS)?;
+        let out = detached(py, |should_stop| {
+            let mut out = Output::new(&self.runtime.threads, ids.len(), self.linear.inputs())?;
+            self.linear.rows(&self.runtime.threads, &ids, &mut out, should_stop)?;
+            Ok(out)
+        })?;
+        out.into_array(py, [ids.len(), self.linear.inputs()])
     }
 
     #[getter]

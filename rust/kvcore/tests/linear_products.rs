@@ -335,3 +335,38 @@ fn heads_are_layers_of_their_own() {
         assert!(matches!(per_head(level, &threads, &[], &x, &mut out, NEVER), Err(Error::InvalidArgument(_))));
     }
 }
+
+#[test]
+fn rows_are_the_weights_as_they_are_held() {
+    let threads = Threads::new(Some(2)).unwrap();
+    for (outputs, inputs) in [(1, 1), (33, 7), (70, 64), (96, 35)] {
+        let case = Case::new(3, 1, inputs, outputs, true);
+        for dtype in DTYPES {
+            for level in Level::available() {
+                let linear = case.pack(level, &threads, dtype);
+                let ids: Vec<u32> = (0..outputs as u32).rev().chain([0, 0]).collect();
+                let mut rows = vec![f32::NAN; ids.len() * inputs];
+                linear.rows(&threads, &ids, &mut rows, NEVER).unwrap();
+                let held = ids.iter().flat_map(|&id| &case.weights[id as usize * inputs..][..inputs]);
+                let held: Vec<f32> = held.map(|x| round(dtype, *x)).collect();
+                assert_eq!(bits(&rows), bits(&held), "{} {dtype:?} {outputs} x {inputs}", level.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_that_are_not_there_are_refused() {
+    let threads = Threads::new(Some(1)).unwrap();
+    let linear = Case::new(3, 1, 8, 20, false).pack(Level::best(), &threads, WeightDtype::F32);
+    let refused = |ids: &[u32], len: usize| {
+        let mut out = vec![7.0; len];
+        let error = linear.rows(&threads, ids, &mut out, NEVER).unwrap_err();
+        assert!(out.iter().all(|x| *x == 7.0));
+        matches!(error, Error::InvalidArgument(_))
+    };
+    // 20 to 31 are padding.
+    assert!(refused(&[0, 20], 16) && refused(&[u32::MAX], 8));
+    assert!(refused(&[0, 1], 15) && refused(&[], 8));
+    linear.rows(&threads, &[], &mut [], NEVER).unwrap();
+}

@@ -187,6 +187,38 @@ proptest! {
 }
 
 #[test]
+fn rows_are_what_the_codes_stand_for() {
+    let threads = Threads::new(Some(2)).unwrap();
+    let (outputs, groups) = (70, 2);
+    let ids: Vec<u32> = (0..outputs as u32).rev().chain([3, 3]).collect();
+    for kind in Blocks::ALL {
+        let inputs = kind.weights() * groups;
+        let (bytes, values) = blocks(kind, 5, outputs * groups);
+        let source = WeightsIn::Blocks(kind, &bytes);
+        let bias = vec![9.0; outputs];
+        let linear = Linear::pack(Level::best(), &threads, source, outputs, inputs, kind.dtype(), Some(&bias)).unwrap();
+        let mut rows = vec![f32::NAN; ids.len() * inputs];
+        linear.rows(&threads, &ids, &mut rows, NEVER).unwrap();
+        let expected = ids.iter().flat_map(|&id| &values[id as usize * inputs..][..inputs]);
+        for (&row, &value) in rows.iter().zip(expected) {
+            // Products of codes and halves are exact in f32; a sum of them and a minimum is rounded once.
+            assert_eq!(row, value as f32, "{kind:?}");
+        }
+    }
+    // Inputs that do not fill their last group.
+    let weights = noise(1, 40 * 45);
+    for dtype in BITS {
+        let linear = Linear::pack(Level::best(), &threads, WeightsIn::F32(&weights), 40, 45, dtype, None).unwrap();
+        let held = weights_of(&linear, Level::best(), &threads);
+        let mut rows = vec![f32::NAN; 2 * 45];
+        linear.rows(&threads, &[39, 0], &mut rows, NEVER).unwrap();
+        for (row, held) in rows.iter().zip(held[39].iter().chain(&held[0])) {
+            assert!((f64::from(*row) - held).abs() < 1e-5, "{dtype:?}");
+        }
+    }
+}
+
+#[test]
 fn rows_that_are_no_numbers_give_none() {
     let threads = Threads::new(Some(1)).unwrap();
     let weights = noise(1, 64 * 64);

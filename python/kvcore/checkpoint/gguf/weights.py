@@ -122,13 +122,19 @@ class GGUFWeights:
 
     def blocks(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
         """A tensor's blocks ``[rows, bytes of a row]``, if it is quantised. Raises as ``get``."""
-        source = self._source(name)
-        kind = self.file.tensors[source.stored[0]].type
-        if kind not in BLOCKS or not source.layout.moves_rows or len(self.shape(name)) != 2:
+        kind = self.block_kind(name)
+        if kind is None:
             return None
+        source = self._source(name)
         rows = self.file.raw(source.stored[0])
         self._used.add(name)
         return kind, source.layout.make([rows if source.index is None else rows[source.index]], self._config)
+
+    def block_kind(self, name: str) -> str | None:
+        """The kind of these blocks, and nothing read. Raises as ``get``."""
+        source = self._source(name)
+        kind = self.file.tensors[source.stored[0]].type
+        return kind if kind in BLOCKS and source.layout.moves_rows and len(self.shape(name)) == 2 else None
 
     def unused(self) -> list[str]:
         """Names that neither ``get`` nor ``blocks`` gave, sorted."""

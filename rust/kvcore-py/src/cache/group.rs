@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use kvcore::cache::{GroupKind, GroupSpec};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -112,6 +113,34 @@ impl PyKvGroup {
 }
 
 impl PyKvGroup {
+    /// The one group of a cache whose layers are all alike.
+    pub fn whole(num_layers: Option<usize>, defaults: Defaults) -> PyResult<Self> {
+        let needed = [
+            ("num_layers", num_layers),
+            ("num_kv_heads", defaults.num_kv_heads),
+            ("head_dim", defaults.head_dim),
+            ("num_blocks", defaults.num_blocks),
+        ];
+        if let Some((name, _)) = needed.iter().find(|(_, value)| value.is_none()) {
+            return Err(PyTypeError::new_err(format!("{name}: expected an integer (or groups beside it), got None")));
+        }
+        let num_layers = num_layers.unwrap_or(0);
+        if num_layers == 0 || num_layers > 1 << 16 {
+            return Err(invalid(format!("num_layers: expected 1 to {}, got {num_layers}", 1 << 16)));
+        }
+        Ok(Self {
+            kind: "full".into(),
+            layers: (0..num_layers).collect(),
+            num_kv_heads: defaults.num_kv_heads,
+            head_dim: defaults.head_dim,
+            v_head_dim: None,
+            window: None,
+            rank: None,
+            rope_dim: None,
+            num_blocks: defaults.num_blocks,
+        })
+    }
+
     /// Groups as the argument of a cache gives them: a sequence of groups, or of dicts of a group's arguments.
     pub fn list(groups: &Bound<'_, PyAny>) -> PyResult<Vec<Self>> {
         let wrong = |got: &Bound<'_, PyAny>| wrong_type("groups", "a list of KVGroup", got);

@@ -49,18 +49,22 @@ pub struct ScoreArrays<'py> {
     bias_ahead: usize,
 }
 
+/// What a call says of how scores become weights; arrays not looked at yet.
+pub struct ScoreArguments<'a, 'py> {
+    pub scale: Option<f32>,
+    pub window: Option<Size<'py>>,
+    pub softcap: Option<f32>,
+    pub sinks: Option<&'a Bound<'py, PyAny>>,
+    pub alibi_slopes: Option<&'a Bound<'py, PyAny>>,
+    pub position_bias: Option<&'a Bound<'py, PyAny>>,
+    pub bias_ahead: Option<Size<'py>>,
+}
+
 impl<'py> ScoreArrays<'py> {
     /// Arrays of one number for each of `heads` query heads; `position_bias` of some for each, and how many of these are
     /// for tokens ahead of the query.
-    pub fn new(
-        heads: usize,
-        scale: Option<f32>,
-        window: Option<Size<'py>>,
-        softcap: Option<f32>,
-        sinks: Option<&Bound<'py, PyAny>>,
-        alibi_slopes: Option<&Bound<'py, PyAny>>,
-        (position_bias, bias_ahead): (Option<&Bound<'py, PyAny>>, Option<Size<'py>>),
-    ) -> PyResult<Self> {
+    pub fn new(heads: usize, given: ScoreArguments<'_, 'py>) -> PyResult<Self> {
+        let ScoreArguments { scale, window, softcap, sinks, alibi_slopes, position_bias, bias_ahead } = given;
         if alibi_slopes.is_some() && position_bias.is_some() {
             return Err(invalid("position_bias: expected None beside alibi_slopes, got an array".into()));
         }

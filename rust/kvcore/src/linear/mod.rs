@@ -20,6 +20,7 @@ mod heads;
 mod pack;
 mod product;
 mod quantized;
+mod rows;
 
 use crate::shape::{expect_len, rows_of};
 use crate::simd::{Bf16, F16, F32, Format, Level};
@@ -124,6 +125,10 @@ impl std::fmt::Debug for Linear {
     }
 }
 
+fn too_large(outputs: usize, inputs: usize) -> Error {
+    Error::InvalidArgument(format!("weight: shape [{outputs}, {inputs}] overflows"))
+}
+
 impl Arena {
     /// Pack `weights` (`[outputs, inputs]`, row-major) into `dtype`: exactly where it can hold them, else rounded
     /// once (ties to even). `bias`: `[outputs]`. Panels are packed in parallel.
@@ -142,13 +147,8 @@ impl Arena {
         dtype: WeightDtype,
         bias: Option<&[f32]>,
     ) -> Result<Linear> {
-        if outputs == 0 || inputs == 0 {
-            return Err(Error::InvalidArgument(format!(
-                "weight: expected at least one output and one input, got shape [{outputs}, {inputs}]"
-            )));
-        }
-        let too_large = || Error::InvalidArgument(format!("weight: shape [{outputs}, {inputs}] overflows"));
-        let len = outputs.checked_mul(inputs).ok_or_else(too_large)?;
+        let bytes = Linear::packed_bytes(outputs, inputs, dtype)?;
+        let len = outputs.checked_mul(inputs).ok_or_else(|| too_large(outputs, inputs))?;
         expect_len("weight", &format!("shape [{outputs}, {inputs}]"), len, weights.len())?;
         if let Some(bias) = bias {
             expect_len("bias", &format!("shape [{outputs}]"), outputs, bias.len())?;
@@ -163,11 +163,7 @@ impl Arena {
                 dtype.name()
             )));
         }
-        let groups = outputs.div_ceil(GROUP_OUTPUTS);
-        let (step_inputs, step_bytes) = dtype.step();
-        let bytes = (pack::GROUP * step_bytes).checked_mul(inputs.div_ceil(step_inputs));
-        let bytes = bytes.and_then(|n| n.checked_mul(groups)).ok_or_else(too_large);
-        let mut packed = self.zeroed(bytes?)?;
+        let mut packed = self.zeroed(bytes)?;
         match dtype {
             WeightDtype::F32 => pack::pack::<F32>(level, threads, weights, inputs, packed.groups_mut()),
             WeightDtype::Bf16 => pack::pack::<Bf16>(level, threads, weights, inputs, packed.groups_mut()),
@@ -194,6 +190,23 @@ impl Linear {
         bias: Option<&[f32]>,
     ) -> Result<Self> {
         Arena::new().pack(level, threads, weights, outputs, inputs, dtype, bias)
+    }
+
+    /// Bytes that weights of this shape take once they are packed into `dtype`, with their padding; a bias of f32 comes
+    /// on top.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a size is 0 or the product overflows.
+    pub fn packed_bytes(outputs: usize, inputs: usize, dtype: WeightDtype) -> Result<usize> {
+        if outputs == 0 || inputs == 0 {
+            return Err(Error::InvalidArgument(format!(
+                "weight: expected at least one output and one input, got shape [{outputs}, {inputs}]"
+            )));
+        }
+        let (step_inputs, step_bytes) = dtype.step();
+        let group = (pack::GROUP * step_bytes).checked_mul(inputs.div_ceil(step_inputs));
+        let bytes = group.and_then(|n| n.checked_mul(outputs.div_ceil(GROUP_OUTPUTS)));
+        bytes.ok_or_else(|| too_large(outputs, inputs))
     }
 
     /// Values of an input row.

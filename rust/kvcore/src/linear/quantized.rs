@@ -52,6 +52,8 @@ pub(super) trait Quantized: Weights {
     fn of_values(x: &[f32; GROUP_INPUTS]) -> Codes;
     /// Put an output's codes into its lane.
     fn put(codes: &Codes, lane: usize, raw: &mut Self::Raw);
+    /// What the codes in a lane stand for.
+    fn values(raw: &Self::Raw, lane: usize) -> [f32; GROUP_INPUTS];
 }
 
 const INT4_CODES: usize = GROUP_INPUTS / 2 * LANES;
@@ -102,7 +104,7 @@ impl Int4 {
         let (codes, halves) = raw.split_at(INT4_CODES);
         let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
         for (c, codes) in codes.as_chunks().0.iter().enumerate() {
-            (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.load_bytes(codes));
+            (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.stream_bytes(codes));
         }
         (bytes, half_lanes(s, &halves[..HALVES]), half_lanes(s, &halves[HALVES..]))
     }
@@ -229,6 +231,15 @@ impl Quantized for Int4 {
         put_half(&mut raw[INT4_CODES..], lane, codes.scale);
         put_half(&mut raw[INT4_CODES + HALVES..], lane, codes.minimum);
     }
+
+    fn values(raw: &Self::Raw, lane: usize) -> [f32; GROUP_INPUTS] {
+        let (scale, minimum) = (take_half(&raw[INT4_CODES..], lane), take_half(&raw[INT4_CODES + HALVES..], lane));
+        std::array::from_fn(|i| {
+            let (input, shift) = (i % 16, 4 * (i / 16));
+            let code = raw[(input / 4 * LANES + lane) * 4 + input % 4] >> shift & 15;
+            scale * f32::from(code) + minimum
+        })
+    }
 }
 
 impl Quantized for Int8 {
@@ -249,10 +260,19 @@ impl Quantized for Int8 {
         }
         put_half(&mut raw[INT8_CODES..], lane, codes.scale);
     }
+
+    fn values(raw: &Self::Raw, lane: usize) -> [f32; GROUP_INPUTS] {
+        let scale = take_half(&raw[INT8_CODES..], lane);
+        std::array::from_fn(|i| scale * (f32::from(raw[(i / 4 * LANES + lane) * 4 + i % 4]) - 128.0))
+    }
 }
 
 fn put_half(halves: &mut [u8], lane: usize, x: f16) {
     halves[2 * lane..][..2].copy_from_slice(&x.to_ne_bytes());
+}
+
+fn take_half(halves: &[u8], lane: usize) -> f32 {
+    f16::from_ne_bytes([halves[2 * lane], halves[2 * lane + 1]]).to_f32()
 }
 
 /// Pack `source` (`[outputs, inputs]`) into zeroed `packed` (`[groups][steps]`).

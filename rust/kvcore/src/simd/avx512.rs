@@ -24,6 +24,11 @@ impl Avx512 {
     }
 }
 
+/// A register's bytes at any address.
+#[derive(Clone, Copy)]
+#[repr(C, packed)]
+pub(super) struct Unaligned(pub(super) __m512i);
+
 /// The operations on 16 f32 lanes in one register, for both AVX-512 levels.
 macro_rules! f32_in_one_register {
     () => {
@@ -135,6 +140,12 @@ macro_rules! f32_in_one_register {
         fn load_bytes(self, x: &[u8; 4 * LANES]) -> __m512i {
             // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
             unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+        }
+        #[inline(always)]
+        fn stream_bytes(self, x: &[u8; 4 * LANES]) -> __m512i {
+            // The compiler keeps volatile loads in order.
+            // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+            unsafe { std::ptr::from_ref(x).cast::<Unaligned>().read_volatile().0 }
         }
         #[inline(always)]
         fn nibbles(self, x: __m512i) -> (__m512i, __m512i) {
