@@ -44,8 +44,8 @@ def projection(linear: Linear | AdaptedLinear, norm: Norm | None) -> Callable[[F
     """
     if norm is None:
         return linear
-    forward, weight, eps, bias, kind = linear.norm_forward, norm.weight, norm.eps, norm.bias, norm.kind
-    return lambda x: forward(x, weight, eps, norm_bias=bias, norm=kind)
+    weight, eps, bias, kind = norm.weight, norm.eps, norm.bias, norm.kind
+    return lambda x: linear.norm_forward(x, weight, eps, norm_bias=bias, norm=kind)
 
 
 @dataclass(frozen=True)
