@@ -19,7 +19,7 @@ import house  # noqa: E402
 RUST = {
     "error": set(),
     "paging": {"error"},
-    "threads": {"error"},
+    "threads": {"error", "simd"},
     "formats": {"error"},
     "simd": {"error", "formats"},
     "storage": {

@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore._kvcore import rope_split
-from kvcore.models.norm import project
+from kvcore.models.norm import projection
 from kvcore.models.relative import bias_options
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Batch, KVCache
     from kvcore.models.reader import Reader
-    from kvcore.models.rope import RopeSpec
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -31,12 +30,13 @@ class Step:
 
     Attributes:
         batch: the planned rows.
-        angles: cosines and sines of each rope, float32 [rows, rotary_dim / 2]; of None without columns.
+        angles: cosines and sines, float32 [rows, rotary_dim / 2], where ``DecoderSpec.rope_of`` says: of each rope, and
+            at the end some without columns.
         maps: takes the weights of each layer's cross-attention, if given.
     """
 
     batch: Batch
-    angles: dict[RopeSpec | None, tuple[FloatArray, FloatArray]]
+    angles: list[tuple[FloatArray, FloatArray]]
     maps: dict[int, FloatArray] | None = None
 
 
@@ -48,10 +48,10 @@ class Attention:
         spec, attention = read.spec, read.spec.layers[layer].attention
         self._layer = layer
         self._cache = cache
-        self._rope = attention.rope
+        self._rope = spec.rope_of(layer)
         self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._norm = read.optional_norm("input_norm", layer)
-        self._qkv = read.adapted(("q_proj", "k_proj", "v_proj"), layer)
+        norm = read.optional_norm("input_norm", layer)
+        self._qkv = projection(read.adapted(("q_proj", "k_proj", "v_proj"), layer), norm)
         self._split: dict[str, Any] = {"threads": read.threads}
         if attention.rope is not None:
             self._split["interleaved"] = attention.rope.interleaved
@@ -73,8 +73,7 @@ class Attention:
 
     def __call__(self, x: FloatArray, step: Step) -> FloatArray:
         """x [rows, hidden_size]; the result is [rows, num_heads * head_dim]."""
-        qkv = project(self._qkv, x, self._norm)
-        q, k, v = rope_split(qkv, *step.angles[self._rope], *self._heads, **self._split)
+        q, k, v = rope_split(self._qkv(x), *step.angles[self._rope], *self._heads, **self._split)
         self._cache.write(self._layer, step.batch, k, v)
         heads: FloatArray = self._cache.attend(self._layer, step.batch, q, **self._scoring)
         return heads.reshape(len(x), -1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.models.norm import project
+from kvcore.models.norm import projection
 
 if TYPE_CHECKING:
     from kvcore._kvcore import KVCache, Sequence
@@ -34,8 +34,7 @@ class CrossAttention:
         self._cache = cache
         self._heads = (read.spec.num_heads, read.spec.num_kv_heads, read.spec.head_dim)
         self._scale = spec.scale
-        self._norm = read.optional_norm("cross_norm", layer)
-        self._q = read.linear(("cross_q_proj",), layer)
+        self._q = projection(read.linear(("cross_q_proj",), layer), read.optional_norm("cross_norm", layer))
         self._kv = read.linear(("cross_k_proj", "cross_v_proj"), layer)
         self._output = read.linear(("cross_o_proj",), layer)
 
@@ -53,7 +52,7 @@ class CrossAttention:
     def add(self, x: FloatArray, step: Step) -> None:
         """Add what the rows see of their encoders' outputs to x [rows, hidden_size], in place."""
         heads, _, width = self._heads
-        q = project(self._q, x, self._norm).reshape(len(x), heads, width)
+        q = self._q(x).reshape(len(x), heads, width)
         if step.maps is not None:
             weights = self._cache.attention_weights(self._cache_layer, step.batch, q, scale=self._scale)
             step.maps[self._layer] = weights

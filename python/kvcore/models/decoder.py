@@ -24,7 +24,7 @@ from kvcore.errors import CheckpointError
 from kvcore.models.attention import Step
 from kvcore.models.embedding import Embedding
 from kvcore.models.layer import Layer
-from kvcore.models.norm import project
+from kvcore.models.norm import projection
 from kvcore.models.reader import Reader
 from kvcore.models.rope_table import RopeTable
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvcore.checkpoint.lora import LoraWeights
     from kvcore.checkpoint.weights import Weights
     from kvcore.models.lora import Adapter, Rows
-    from kvcore.models.rope import RopeSpec
     from kvcore.models.spec import DecoderSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -82,9 +81,9 @@ class Decoder:
         self.spec = spec
         self.cache = cache
         self._ropes = {rope: RopeTable(rope) for rope in spec.ropes}
-        self._output, table = read.output()
+        output, table = read.output()
         self._embedding = Embedding(read, table)
-        self._norm = read.optional_norm("norm")
+        self._output = projection(output, read.optional_norm("norm"))
         self._layers = [Layer(read, layer, cache) for layer in range(spec.num_layers)]
         self._nbytes = read.nbytes + self._read_more(weights, reader, dtype=dtype, quantization=quantization)
         self.weight_format = read.formats.most_common(1)[0][0]
@@ -172,18 +171,13 @@ class Decoder:
         last.finish(x, attended, step)
         if len(x) != len(logit_rows):
             x = x[logit_rows]
-        logits = project(self._output, x, self._norm)
+        logits = self._output(x)
         if spec.logit_scale != 1:
             logits *= np.float32(spec.logit_scale)
         if spec.logit_softcap is not None:
             softcap(logits, spec.logit_softcap, threads=self.cache.threads)
         return logits
 
-    def _angles(
-        self, positions: IntArray, context_lens: IntArray
-    ) -> dict[RopeSpec | None, tuple[FloatArray, FloatArray]]:
+    def _angles(self, positions: IntArray, context_lens: IntArray) -> list[tuple[FloatArray, FloatArray]]:
         none = np.empty((len(positions), 0), np.float32)
-        angles: dict[RopeSpec | None, tuple[FloatArray, FloatArray]] = {None: (none, none)}
-        for rope, table in self._ropes.items():
-            angles[rope] = table.cos_sin(positions, context_lens)
-        return angles
+        return [*(table.cos_sin(positions, context_lens) for table in self._ropes.values()), (none, none)]

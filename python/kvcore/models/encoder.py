@@ -59,7 +59,7 @@ class Encoder:
             assert source.token_ids is not None
             x = self._embedding(source.token_ids, np.arange(len(source.token_ids)))
         none = np.empty((len(x), 0), np.float32)
-        step = Step(cast("Any", None), {None: (none, none)})
+        step = Step(cast("Any", None), [(none, none)])
         for layer in self._layers:
             layer.finish(x, layer.attention(x, step), step)
             if hidden is not None:

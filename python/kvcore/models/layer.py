@@ -79,13 +79,18 @@ class Layer:
             self._add_attended(x, attended)
             self.cross.add(x, step)
             _normalise(x, self._after_cross)
+        if len(x) <= _ROWS:
+            self._finish(x, attended)
+            return
         for rows in self._adapters.pieces(len(x), _ROWS):
-            piece = x[rows]
-            inner = self._mlp.open(piece) if self._parallel else None
-            if self.cross is None:
-                self._add_attended(piece, attended[rows])
-            self._mlp.close(self._mlp.open(piece) if inner is None else inner, piece)
-            _normalise(piece, self._after_mlp)
+            self._finish(x[rows], attended[rows])
+
+    def _finish(self, x: FloatArray, attended: FloatArray) -> None:
+        inner = self._mlp.open(x) if self._parallel else None
+        if self.cross is None:
+            self._add_attended(x, attended)
+        self._mlp.close(self._mlp.open(x) if inner is None else inner, x)
+        _normalise(x, self._after_mlp)
 
     def _add_attended(self, x: FloatArray, attended: FloatArray) -> None:
         if self._residual.plain:

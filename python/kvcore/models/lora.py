@@ -179,11 +179,11 @@ class AdaptedLinear:
         for rows, (a, b) in self._deltas():
             residual[rows] += b(a(activate(x[rows], activation, threads=self._adapters.threads)))
 
-    def _deltas(self) -> Iterator[tuple[IntArray, tuple[Linear, Linear]]]:
-        for adapter, rows in self._adapters.rows:
-            delta = adapter.deltas.get(self._place)
-            if delta is not None and len(rows):
-                yield rows, delta
+    def _deltas(self) -> Sequence[tuple[IntArray, tuple[Linear, Linear]]]:
+        if not self._adapters.rows:
+            return ()
+        found = ((rows, adapter.deltas.get(self._place)) for adapter, rows in self._adapters.rows if len(rows))
+        return [(rows, delta) for rows, delta in found if delta is not None]
 
 
 def _name(tensor: TensorSpec) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore._kvcore import linear_heads, rope
-from kvcore.models.norm import project
+from kvcore.models.norm import projection
 
 if TYPE_CHECKING:
     from kvcore._kvcore import KVCache
@@ -41,12 +41,15 @@ class LatentAttention:
         self._latent = latent
         self._heads = spec.num_heads
         self._scale = attention.scale
-        self._rope = attention.rope
-        self._norm = read.optional_norm("input_norm", layer)
+        self._rope = spec.rope_of(layer)
+        self._interleaved = attention.rope is not None and attention.rope.interleaved
         compressed = latent.q_rank is not None
-        self._down = read.adapted(("q_a_proj" if compressed else "q_proj", "kv_a_proj"), layer)
-        self._q_norm = read.norm("q_a_norm", layer, eps=latent.norm_eps) if compressed else None
-        self._q_up = read.adapted(("q_b_proj",), layer) if compressed else None
+        down = read.adapted(("q_a_proj" if compressed else "q_proj", "kv_a_proj"), layer)
+        self._down = projection(down, read.optional_norm("input_norm", layer))
+        self._q_up = None
+        if compressed:
+            q_norm = read.norm("q_a_norm", layer, eps=latent.norm_eps)
+            self._q_up = projection(read.adapted(("q_b_proj",), layer), q_norm)
         self._kv_norm = read.norm("kv_a_norm", layer, eps=latent.norm_eps)
         if latent.absorbed:
             self._k_heads = read.heads("k_b_proj", layer, spec.num_heads, transposed=True)
@@ -57,10 +60,10 @@ class LatentAttention:
     def __call__(self, x: FloatArray, step: Step) -> FloatArray:
         """x [rows, hidden_size]; the result is [rows, num_heads * v_dim]."""
         latent, rows = self._latent, len(x)
-        joint = project(self._down, x, self._norm)
+        joint = self._down(x)
         q, row = np.split(joint, [joint.shape[1] - latent.rank - latent.rope_dim], axis=1)
         if self._q_up is not None:
-            q = project(self._q_up, q, self._q_norm)
+            q = self._q_up(q)
         q_nope, q_rope = np.split(q.reshape(rows, self._heads, -1), [latent.nope_dim], axis=2)
         q_rope, k_rope = self._turn(q_rope, step), self._turn(row[:, None, latent.rank :], step)
         compressed = self._kv_norm(row[:, : latent.rank])
@@ -86,5 +89,4 @@ class LatentAttention:
         return self._cache.attend(self._layer, step.batch, q, scale=self._scale)
 
     def _turn(self, x: FloatArray, step: Step) -> FloatArray:
-        interleaved = self._rope is not None and self._rope.interleaved
-        return rope(x, *step.angles[self._rope], interleaved=interleaved, threads=self._cache.threads)
+        return rope(x, *step.angles[self._rope], interleaved=self._interleaved, threads=self._cache.threads)

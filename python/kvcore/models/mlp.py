@@ -6,12 +6,12 @@ close:  x += (f(gate) * up) @ Wdown                or f(up) @ Wdown without a ga
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.models.norm import project
+from kvcore.models.norm import projection
 
 if TYPE_CHECKING:
     from kvcore._kvcore import Linear
@@ -34,10 +34,7 @@ class GatedMlp:
         self._down = pack((f"{role}down_proj",), layer)
         self.nbytes = read.nbytes - before
         self._gated = gated
-        self._activation = activation.name
-        self._numbers: dict[str, Any] = {}
-        if activation.name == "clamped_swiglu":
-            self._numbers = {"alpha": activation.alpha, "limit": activation.limit}
+        self._activation = activation
 
     @property
     def up(self) -> Linear | AdaptedLinear:
@@ -46,10 +43,11 @@ class GatedMlp:
 
     def add(self, inner: FloatArray, x: FloatArray) -> None:
         """x += the second product of what the first gave."""
+        f = self._activation
         if self._gated:
-            self._down.gated_add_forward(inner, x, self._activation, **self._numbers)
+            self._down.gated_add_forward(inner, x, f.name, alpha=f.alpha, limit=f.limit)
         else:
-            self._down.activated_add_forward(inner, x, self._activation)
+            self._down.activated_add_forward(inner, x, f.name)
 
     def __call__(self, x: FloatArray) -> FloatArray:
         """The whole of it: x [rows, hidden_size]."""
@@ -64,12 +62,9 @@ class Mlp:
     def __init__(self, read: Reader, layer: int, spec: MlpSpec, norm: Norm | None, residual: Residual) -> None:
         """Read and pack its tensors."""
         self._mlp = GatedMlp(read, layer, spec.activation, gated=spec.gated)
-        self._norm = norm
         self._residual = residual
-
-    def open(self, x: FloatArray) -> FloatArray:
-        """What ``close`` needs of x [rows, hidden_size]."""
-        return project(self._mlp.up, x, self._norm)
+        self.open = projection(self._mlp.up, norm)
+        """x [rows, hidden_size] to what ``close`` needs of it."""
 
     def close(self, inner: FloatArray, x: FloatArray) -> None:
         """Add its output to x, in place."""

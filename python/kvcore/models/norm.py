@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -33,14 +35,17 @@ class Norm:
             return rms_norm(x, self.weight, self.eps, threads=self.threads)
         return layer_norm(x, self.weight, self.bias, self.eps, threads=self.threads)
 
-    def into(self, linear: Linear | AdaptedLinear, x: FloatArray) -> FloatArray:
-        """Normalise, then multiply: one call."""
-        return linear.norm_forward(x, self.weight, self.eps, norm_bias=self.bias, norm=self.kind)
 
+def projection(linear: Linear | AdaptedLinear, norm: Norm | None) -> Callable[[FloatArray], FloatArray]:
+    """x to ``linear(norm(x))``, or without a norm to ``linear(x)``: one call, with all bound that is no activation.
 
-def project(linear: Linear | AdaptedLinear, x: FloatArray, norm: Norm | None) -> FloatArray:
-    """``linear(norm(x))``, or without a norm ``linear(x)``."""
-    return linear(x) if norm is None else norm.into(linear, x)
+    A decode step makes some hundred calls, and what Python does between them is read from memory anew, as a layer's
+    weights push it out of the caches.
+    """
+    if norm is None:
+        return linear
+    weight, eps, bias, kind = norm.weight, norm.eps, norm.bias, norm.kind
+    return lambda x: linear.norm_forward(x, weight, eps, norm_bias=bias, norm=kind)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Residual:
     norm: Norm | None
     scale: float
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether it is ``x += y``, which a product can do itself."""
         return self.norm is None and self.scale == 1

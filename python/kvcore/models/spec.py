@@ -266,6 +266,11 @@ class DecoderSpec:
         """The rotary embeddings that layers have, each once, in the order of the layers."""
         return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
 
+    def rope_of(self, layer: int) -> int:
+        """Where in ``ropes`` a layer's is; -1 if it has none."""
+        rope = self.layers[layer].attention.rope
+        return -1 if rope is None else self.ropes.index(rope)
+
     @property
     def takes_any_length(self) -> bool:
         """Whether ``max_position_embeddings`` is no limit: positions are distances, or rope follows the length."""

@@ -1,7 +1,6 @@
 //! numpy arrays to slices: dtype, shape and contiguity, with a clear `TypeError` or `InvalidArgument` otherwise.
 #![forbid(unsafe_code)]
 
-use kvcore::Error;
 use kvcore::linear::Blocks;
 use numpy::{
     Element, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray, PyUntypedArrayMethods,
@@ -61,22 +60,6 @@ pub fn floats_in_place<'py>(
              (it is changed in place)"
         ))
     })
-}
-
-/// `rows * width` zeros for a result. `vec!` would end the process if the system refused them.
-pub fn zeros(rows: usize, width: usize) -> kvcore::Result<Vec<f32>> {
-    /// Values below which no system refuses.
-    const SMALL: usize = 1 << 20;
-    let bytes = rows.saturating_mul(width).saturating_mul(size_of::<f32>());
-    let refused = |reason: String| Error::OutOfMemory { bytes, what: "the result", reason };
-    let len = rows.checked_mul(width).ok_or_else(|| refused("more than can be addressed".into()))?;
-    if len > SMALL {
-        let mut probe: Vec<f32> = Vec::new();
-        probe.try_reserve_exact(len).map_err(|e| refused(e.to_string()))?;
-        // An allocation that nobody looks at may be optimised away.
-        std::hint::black_box(&mut probe);
-    }
-    Ok(vec![0.0; len])
 }
 
 /// An integer argument whose faults are told with its name: negative, too large, or no integer at all.

@@ -8,6 +8,7 @@ mod error;
 mod ids;
 mod linear;
 mod ops;
+mod results;
 mod runtime;
 
 use pyo3::prelude::*;

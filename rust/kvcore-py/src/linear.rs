@@ -3,15 +3,16 @@
 
 use kvcore::linear::{Arena, Linear, WeightDtype, WeightsIn, activated_linear_add, norm_linear, per_head};
 use kvcore::ops::{Activation, Norm};
-use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{PyArray2, PyArray3, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::arguments::of;
-use crate::arrays::{Size, Weights, block_weights, floats, floats_in_place, weights, zeros};
+use crate::arrays::{Size, Weights, block_weights, floats, floats_in_place, weights};
 use crate::error::{detached, invalid, to_python};
 use crate::ids::{MAX_IDS, indices};
 use crate::ops::{activation, norm_kind};
+use crate::results::Output;
 use crate::runtime::PyThreads;
 
 /// Memory that the weights of one model share. See the stub file.
@@ -35,10 +36,6 @@ pub struct PyLinear {
 }
 
 impl PyLinear {
-    fn outputs<'py>(&self, py: Python<'py>, out: Vec<f32>, rows: usize) -> PyResult<Bound<'py, PyArray2<f32>>> {
-        PyArray1::from_vec(py, out).reshape([rows, self.linear.outputs()])
-    }
-
     fn add_activated(
         &self,
         py: Python<'_>,
@@ -85,11 +82,11 @@ pub fn linear_heads<'py>(
     let runtime = first.runtime.clone();
     let heads: Vec<&Linear> = linears.iter().map(|linear| &linear.linear).collect();
     let out = detached(py, |should_stop| {
-        let mut out = zeros(rows, heads.len().saturating_mul(outputs))?;
+        let mut out = Output::new(&runtime.threads, rows, heads.len().saturating_mul(outputs))?;
         per_head(runtime.level, &runtime.threads, &heads, x, &mut out, should_stop)?;
         Ok(out)
     })?;
-    PyArray1::from_vec(py, out).reshape([rows, linears.len(), outputs])
+    out.into_array(py, [rows, linears.len(), outputs])
 }
 
 #[pymethods]
@@ -143,11 +140,11 @@ impl PyLinear {
         let x = floats("x", x, &[None, Some(self.linear.inputs())])?;
         let (rows, x) = (x.shape()[0], x.as_slice()?);
         let out = detached(py, |should_stop| {
-            let mut out = zeros(rows, self.linear.outputs())?;
+            let mut out = Output::new(&self.runtime.threads, rows, self.linear.outputs())?;
             self.linear.forward(self.runtime.level, &self.runtime.threads, x, &mut out, false, should_stop)?;
             Ok(out)
         })?;
-        self.outputs(py, out, rows)
+        out.into_array(py, [rows, self.linear.outputs()])
     }
 
     #[pyo3(signature = (x, norm_weight, eps, *, norm_bias = None, norm = "rms"))]
@@ -167,11 +164,11 @@ impl PyLinear {
         let norm = Norm { kind: norm_kind(norm)?, weight: weight.as_slice()?, bias, eps };
         let (rows, x) = (x.shape()[0], x.as_slice()?);
         let out = detached(py, |should_stop| {
-            let mut out = zeros(rows, self.linear.outputs())?;
+            let mut out = Output::new(&self.runtime.threads, rows, self.linear.outputs())?;
             norm_linear(self.runtime.level, &self.runtime.threads, &self.linear, x, norm, &mut out, should_stop)?;
             Ok(out)
         })?;
-        self.outputs(py, out, rows)
+        out.into_array(py, [rows, self.linear.outputs()])
     }
 
     fn add_forward(&self, py: Python<'_>, x: &Bound<'_, PyAny>, residual: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -211,11 +208,11 @@ impl PyLinear {
     fn rows<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let ids = indices("ids", ids, self.linear.outputs(), MAX_IDS)?;
         let out = detached(py, |should_stop| {
-            let mut out = zeros(ids.len(), self.linear.inputs())?;
+            let mut out = Output::new(&self.runtime.threads, ids.len(), self.linear.inputs())?;
             self.linear.rows(&self.runtime.threads, &ids, &mut out, should_stop)?;
             Ok(out)
         })?;
-        PyArray1::from_vec(py, out).reshape([ids.len(), self.linear.inputs()])
+        out.into_array(py, [ids.len(), self.linear.inputs()])
     }
 
     #[getter]

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use crate::arguments::of;
 use crate::arrays::{Size, floats, floats_in_place};
 use crate::error::{detached, invalid, to_python};
+use crate::results::Output;
 use crate::runtime::PyThreads;
 
 /// weight * x / sqrt(mean(x^2) + eps) for each row: x [rows, n], weight [n].
@@ -55,11 +56,11 @@ fn normalize<'py>(
     let bias = bias.as_ref().map(|bias| bias.as_slice()).transpose()?;
     let (x, weight) = (x.as_slice()?, weight.as_slice()?);
     let out = detached(py, |should_stop| {
-        let mut out = vec![0.0; x.len()];
+        let mut out = Output::new(&threads, x.len(), 1)?;
         ops::normalize(level, &threads, x, Norm { kind, weight, bias, eps }, &mut out, should_stop)?;
         Ok(out)
     })?;
-    PyArray1::from_vec(py, out).reshape([rows, weight.len()])
+    out.into_array(py, [rows, weight.len()])
 }
 
 /// Which normalisation a name means.
@@ -122,12 +123,12 @@ pub fn rope_split<'py>(
     let PyThreads { level, threads } = PyThreads::or_default(threads)?;
     let (qkv, cos, sin) = (qkv.as_slice()?, cos.as_slice()?, sin.as_slice()?);
     let (q, k, v) = detached(py, |should_stop| {
-        let zeros = |heads: usize| vec![0.0; rows * heads * head_dim];
-        let (mut q, mut k, mut v) = (zeros(num_heads), zeros(num_kv_heads), zeros(num_kv_heads));
+        let output = |heads: usize| Output::new(&threads, rows, heads * head_dim);
+        let (mut q, mut k, mut v) = (output(num_heads)?, output(num_kv_heads)?, output(num_kv_heads)?);
         ops::rope_split(level, &threads, qkv, (cos, sin), shape, norms, (&mut q, &mut k, &mut v), should_stop)?;
         Ok((q, k, v))
     })?;
-    let array = |x: Vec<f32>, heads: usize| PyArray1::from_vec(py, x).reshape([rows, heads, head_dim]);
+    let array = |x: Output, heads: usize| x.into_array(py, [rows, heads, head_dim]);
     Ok((array(q, num_heads)?, array(k, num_kv_heads)?, array(v, num_kv_heads)?))
 }
 
@@ -149,11 +150,11 @@ pub fn rope<'py>(
     let PyThreads { level, threads } = PyThreads::or_default(threads)?;
     let (x, angles) = (x.as_slice()?, (cos.as_slice()?, sin.as_slice()?));
     let out = detached(py, |should_stop| {
-        let mut out = vec![0.0; x.len()];
+        let mut out = Output::new(&threads, x.len(), 1)?;
         ops::rope(level, &threads, x, angles, (heads, dim), interleaved, &mut out, should_stop)?;
         Ok(out)
     })?;
-    PyArray1::from_vec(py, out).reshape([rows, heads, dim])
+    out.into_array(py, [rows, heads, dim])
 }
 
 /// Which activation a name means; `alpha` and `limit` are of clamped_swiglu.
@@ -193,11 +194,11 @@ pub fn activate<'py>(
     let activation = self::activation(activation, alpha, limit)?;
     let (PyThreads { level, threads }, x) = (PyThreads::or_default(threads)?, x.as_slice()?);
     let out = detached(py, |should_stop| {
-        let mut out = vec![0.0; rows * n];
+        let mut out = Output::new(&threads, rows, n)?;
         ops::activate(level, &threads, activation, gated, x, n, &mut out, should_stop)?;
         Ok(out)
     })?;
-    PyArray1::from_vec(py, out).reshape([rows, n])
+    out.into_array(py, [rows, n])
 }
 
 /// cap * tanh(x / cap), in place: x [rows, n].

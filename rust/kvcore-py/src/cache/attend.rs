@@ -9,7 +9,8 @@ use pyo3::prelude::*;
 use super::PyKvCache;
 use super::handles::PyBatch;
 use super::scores::{ScoreArguments, ScoreArrays, chosen, queries};
-use crate::arrays::{Size, zeros};
+use crate::arrays::Size;
+use crate::results;
 
 /// Which sequence of a batch, which of its rows, which query heads.
 type Chosen<'a, 'py> = (Option<Size<'py>>, Option<&'a Bound<'py, PyAny>>, Option<&'a Bound<'py, PyAny>>);
@@ -29,16 +30,17 @@ impl PyKvCache {
         let scores = ScoreArrays::new(heads, scores)?;
         let (q, options) = (q.as_slice()?, scores.options()?);
         let (out, lse) = self.look_long(py, |cache, should_stop| {
-            let mut out = zeros(batch.num_tokens * heads, l.v_dim)?;
-            let mut lse = if return_lse { Some(zeros(batch.num_tokens, heads)?) } else { None };
+            let results = |width| results::Output::new(&self.threads.threads, batch.num_tokens * heads, width);
+            let mut out = results(l.v_dim)?;
+            let mut lse = return_lse.then(|| results(1)).transpose()?;
             let output = Output { out: &mut out, lse: lse.as_deref_mut() };
             cache.attend(layer, &*batch.look(should_stop)?, heads, options, q, output, should_stop)?;
             Ok((out, lse))
         })?;
-        let out = PyArray1::from_vec(py, out).reshape([batch.num_tokens, heads, l.v_dim])?;
+        let out = out.into_array(py, [batch.num_tokens, heads, l.v_dim])?;
         match lse {
             None => Ok(out.into_any()),
-            Some(lse) => (out, PyArray1::from_vec(py, lse).reshape([batch.num_tokens, heads])?).into_bound_py_any(py),
+            Some(lse) => (out, lse.into_array(py, [batch.num_tokens, heads])?).into_bound_py_any(py),
         }
     }
 

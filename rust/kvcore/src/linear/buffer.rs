@@ -24,15 +24,21 @@ const ALIGN: usize = 128;
 #[derive(Default)]
 pub struct Arena(Mutex<Option<Free>>);
 
+struct Chunk {
+    map: MmapRaw,
+    /// Where its buffers end, in ascending order.
+    ends: Mutex<Vec<usize>>,
+}
+
 /// What is left of the newest chunk.
 struct Free {
-    chunk: Arc<MmapRaw>,
+    chunk: Arc<Chunk>,
     range: Range<usize>,
 }
 
 /// Bytes of a chunk that belong to one layer alone.
 pub(super) struct Buffer {
-    chunk: Arc<MmapRaw>,
+    chunk: Arc<Chunk>,
     range: Range<usize>,
 }
 
@@ -65,13 +71,15 @@ fn map(len: usize) -> Result<Free> {
     #[cfg(all(target_os = "linux", not(miri)))]
     let _ = map.advise(memmap2::Advice::HugePage);
     let start = map.as_ptr().align_offset(HUGE_PAGE).min(HUGE_PAGE);
-    Ok(Free { chunk: Arc::new(map.into()), range: start..padded })
+    let chunk = Chunk { map: map.into(), ends: Mutex::default() };
+    Ok(Free { chunk: Arc::new(chunk), range: start..padded })
 }
 
 impl Free {
     fn take(&mut self, len: usize) -> Result<Buffer> {
         let range = self.range.start..self.range.start + len;
         self.range.start += len.next_multiple_of(ALIGN);
+        self.chunk.ends.lock().unwrap_or_else(PoisonError::into_inner).push(range.end);
         Ok(Buffer { chunk: Arc::clone(&self.chunk), range })
     }
 }
@@ -82,10 +90,18 @@ impl Buffer {
         self.range.len()
     }
 
+    /// Addresses of the buffer behind it in its chunk: that of the layer that was packed next.
+    pub(super) fn behind(&self) -> Range<usize> {
+        let start = self.chunk.map.as_ptr().addr();
+        let ends = self.chunk.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = ends.partition_point(|end| *end <= self.range.end);
+        start + self.range.end..start + ends.get(at).copied().unwrap_or(self.range.end)
+    }
+
     fn bytes(&self) -> &[u8] {
         // SAFETY: the range lies within the mapping, which lives as long as `chunk` and is never remapped; no other
         // buffer has any of its bytes, since `take` hands each out once, and `&mut self` guards writes to it.
-        unsafe { std::slice::from_raw_parts(self.chunk.as_ptr().add(self.range.start), self.range.len()) }
+        unsafe { std::slice::from_raw_parts(self.chunk.map.as_ptr().add(self.range.start), self.range.len()) }
     }
 
     /// The bytes as steps of groups.
@@ -96,8 +112,9 @@ impl Buffer {
     /// The bytes as steps of groups, to be filled.
     pub(super) fn groups_mut<T: bytemuck::Pod>(&mut self) -> &mut [T] {
         // SAFETY: as in `bytes`; `&mut self` makes it the only reference.
-        let bytes =
-            unsafe { std::slice::from_raw_parts_mut(self.chunk.as_mut_ptr().add(self.range.start), self.range.len()) };
+        let bytes = unsafe {
+            std::slice::from_raw_parts_mut(self.chunk.map.as_mut_ptr().add(self.range.start), self.range.len())
+        };
         bytemuck::cast_slice_mut(bytes)
     }
 }

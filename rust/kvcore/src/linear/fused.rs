@@ -24,7 +24,7 @@ pub fn norm_linear(
     expect_len("norm_weight", &format!("shape [{}]", linear.inputs()), linear.inputs(), norm.weight.len())?;
     let rows = rows_of("x", x.len(), linear.inputs())?;
     check_out(rows, linear, out)?;
-    let mut normed = vec![0.0; x.len()];
+    let mut normed = threads.scratch(x.len())?;
     normalize(level, threads, x, norm, &mut normed, should_stop)?;
     linear.forward(level, threads, &normed, out, false, should_stop)
 }
@@ -50,7 +50,7 @@ pub fn activated_linear_add(
     let width = inputs.checked_mul(parts).ok_or_else(|| Error::InvalidArgument(format!("2 * {inputs} overflows")))?;
     let rows = rows_of("x", x.len(), width)?;
     check_out(rows, linear, residual)?;
-    let mut active = vec![0.0; x.len() / parts];
+    let mut active = threads.scratch(x.len() / parts)?;
     activate(level, threads, activation, gated, x, inputs, &mut active, should_stop)?;
     linear.forward(level, threads, &active, residual, true, should_stop)
 }

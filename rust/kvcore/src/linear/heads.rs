@@ -31,7 +31,7 @@ pub fn per_head(
     let rows = rows_of("x", x.len(), x_width)?;
     let expected = rows.checked_mul(out_width).ok_or_else(overflow)?;
     expect_len("out", &format!("shape [{rows}, {}, {outputs}]", layers.len()), expected, out.len())?;
-    let (mut heads_in, mut heads_out) = (vec![0.0; rows * inputs], vec![0.0; rows * outputs]);
+    let (mut heads_in, mut heads_out) = (threads.scratch(rows * inputs)?, threads.scratch(rows * outputs)?);
     for (head, layer) in layers.iter().enumerate() {
         for (row, to) in x.chunks_exact(x_width).zip(heads_in.chunks_exact_mut(inputs)) {
             to.copy_from_slice(&row[head * inputs..][..inputs]);

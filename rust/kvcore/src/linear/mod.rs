@@ -277,6 +277,7 @@ impl Linear {
             steps,
             stride: product::stride(x.len() / self.inputs, steps),
             outputs: self.outputs,
+            behind: self.weights.behind(),
         };
         level.dispatch(product::Forward { layer, threads, x, inputs: self.inputs, out, add, should_stop })
     }

@@ -9,7 +9,7 @@
 //! through weights on huge pages all of the read bandwidth, as two rows or one take no longer than the loads.
 #![forbid(unsafe_code)]
 
-use std::borrow::Cow;
+use std::ops::Range;
 
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use crate::Result;
@@ -23,6 +23,8 @@ const FEW: usize = 4;
 /// Where a processor's own prefetcher begins anew. The first quarter of the next page is asked for meanwhile; asking for all
 /// of it takes a quarter of the rate from weights of 4 bits, which leave little time for it.
 const PAGE: usize = 4 << 10;
+/// Bytes of the next layer that waiting threads ask for at most: what the L2 cache holds.
+const EXPECTED: usize = 1 << 20;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 /// Multiply-adds that are worth handing to another thread.
@@ -41,7 +43,7 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
     /// Inputs of a step.
     const STEP: usize;
 
-    /// A row's steps; zeros behind its end.
+    /// A row's steps, the last filled up with zeros.
     fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]);
     /// Add one step's products with `M` rows to their sums.
     fn add<S: Simd, const M: usize>(
@@ -86,6 +88,8 @@ pub(super) struct Layer<'a, F: Weights> {
     /// From one row of factors to the next.
     pub(super) stride: usize,
     pub(super) outputs: usize,
+    /// Addresses of the weights that will probably be needed next.
+    pub(super) behind: Range<usize>,
 }
 
 impl<F: Weights> Layer<'_, F> {
@@ -100,6 +104,10 @@ impl<F: Weights> Layer<'_, F> {
         should_stop: ShouldStop<'_>,
     ) -> Result<()> {
         let rows = coefs.len() / self.stride;
+        if rows <= FEW {
+            let Range { start, end } = self.behind;
+            threads.expect(start.max(end.saturating_sub(EXPECTED))..end);
+        }
         let blocks = rows.div_ceil(TASK_ROWS);
         let groups = self.weights.len() / self.steps;
         let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);
@@ -159,12 +167,14 @@ impl<S: Simd, F: Weights> Work<S> for Forward<'_, F> {
     #[inline(always)]
     fn run(self, s: S) -> Result<()> {
         let Self { layer, threads, x, inputs, out, add, should_stop } = self;
-        let coefs = if F::STEP == 1 && layer.stride == inputs {
-            Cow::Borrowed(bytemuck::cast_slice(x))
-        } else {
-            Cow::Owned(coefs::<S, F>(s, threads, x, inputs, layer.stride, should_stop)?)
-        };
-        layer.forward(s, threads, &coefs, out, add, should_stop)
+        if F::STEP == 1 && layer.stride == inputs {
+            return layer.forward(s, threads, bytemuck::cast_slice(x), out, add, should_stop);
+        }
+        let len = x.len() / inputs * layer.stride;
+        let mut scratch = threads.scratch(len * (size_of::<F::Coef<S>>() / size_of::<f32>()))?;
+        let factors = bytemuck::cast_slice_mut(&mut scratch);
+        coefs::<S, F>(s, threads, x, inputs, layer.stride, factors, should_stop)?;
+        layer.forward(s, threads, factors, out, add, should_stop)
     }
 }
 
@@ -321,28 +331,27 @@ pub(super) fn stride(rows: usize, steps: usize) -> usize {
     if rows > 2 && steps.is_multiple_of(HALF_PAGE) { steps + LINE } else { steps }
 }
 
-/// The factors of `x` (`[rows, inputs]`), rounded as `F` multiplies: `[rows, stride]`, zeros behind a row.
-pub(super) fn coefs<S: Simd, F: Weights>(
+/// The factors of `x` (`[rows, inputs]`), rounded as `F` multiplies: `[rows, stride]`, zeros in the rest of a row's last
+/// step. What lies behind is never read.
+fn coefs<S: Simd, F: Weights>(
     s: S,
     threads: &Threads,
     x: &[f32],
     inputs: usize,
     stride: usize,
+    coefs: &mut [F::Coef<S>],
     should_stop: ShouldStop<'_>,
-) -> Result<Vec<F::Coef<S>>> {
+) -> Result<()> {
     /// Values that are worth handing to another thread.
     const TASK: usize = 1 << 15;
-    let rows = x.len() / inputs;
-    let mut coefs = vec![<F::Coef<S> as bytemuck::Zeroable>::zeroed(); rows * stride];
     let tasks = (x.len() / TASK).clamp(1, threads.num_threads());
-    let rows = rows.div_ceil(tasks);
+    let rows = (x.len() / inputs).div_ceil(tasks);
     let items: Vec<_> = x
         .chunks(rows * inputs)
         .zip(coefs.chunks_mut(rows * stride))
         .map(|(x, coefs)| Round::<S, F> { x, inputs, stride, coefs })
         .collect();
-    threads.for_each(items, should_stop, |item| s.run(item))?;
-    Ok(coefs)
+    threads.for_each(items, should_stop, |item| s.run(item))
 }
 
 struct Round<'a, S: Simd, F: Weights> {

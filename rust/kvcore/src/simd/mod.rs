@@ -13,6 +13,7 @@
 mod format;
 mod level;
 pub mod math;
+mod prefetch;
 mod scalar;
 pub mod tile;
 mod vector;
@@ -28,6 +29,7 @@ mod neon;
 
 pub use format::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8};
 pub use level::Level;
+pub use prefetch::prefetch;
 pub use vector::{LANES, Simd, Work};
 
 #[cfg(test)]

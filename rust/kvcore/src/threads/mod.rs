@@ -1,16 +1,25 @@
 //! One persistent worker pool: sized by affinity and CPU quota, safe after fork, interruptible.
 //!
 //! ```text
-//! for_each(items): the caller and up to n - 1 workers take the next item until none is left   [`pool`]
+//! for_each(items): the caller takes items from the front, up to n - 1 workers from the back,
+//!                  until none is left                                                         [`pool`]
+//! expect(bytes):   what the next call will probably read: workers ask for it while they wait  [`ahead`]
+//! scratch(n):      memory of calls that are over                                              [`memory`]
 //! ```
 //! The caller works too, so one thread means no hand-over at all. Which thread takes which item is chance; results
 //! never depend on it, because items write disjoint outputs and sums run inside an item.
 
+mod ahead;
+mod memory;
 mod pool;
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
+use self::ahead::Ahead;
+pub use self::memory::{Memory, Scratch};
 use self::pool::Pool;
 use crate::{Error, Result};
 
@@ -23,10 +32,16 @@ pub const NEVER: ShouldStop<'static> = &|| false;
 /// The most threads that a pool may be asked for.
 pub const MAX_THREADS: usize = 1024;
 
+/// How often a call on several threads asks whether to stop: besides, it must ask the system whether this is still the
+/// process that has the workers, which takes longer than many an item.
+const PACE: Duration = Duration::from_millis(1);
+
 /// A pool of `num_threads - 1` workers that start with the first parallel call and sleep when idle.
 pub struct Threads {
     num_threads: usize,
     workers: Workers,
+    ahead: Arc<Ahead>,
+    memory: Memory,
 }
 
 /// Workers do not survive a fork, and the lock of their pool may be held by a thread that did not either. So each process
@@ -66,12 +81,18 @@ impl Threads {
                 "num_threads: expected 1 to {MAX_THREADS} (or none, for all that are available), got {num_threads}"
             )));
         }
-        Ok(Self { num_threads, workers: Workers::new() })
+        Ok(Self { num_threads, workers: Workers::new(), ahead: Arc::default(), memory: Memory::default() })
     }
 
     /// Threads that a call may use, the calling one among them.
     pub fn num_threads(&self) -> usize {
         self.num_threads
+    }
+
+    /// Addresses that a call after this one will probably read, the last of them for its last items: workers that wait ask
+    /// for them into their caches. A hint without effect on any value; nothing need be there.
+    pub fn expect(&self, addresses: Range<usize>) {
+        self.ahead.set(addresses);
     }
 
     /// Call `work` once for each item, on up to [`Self::num_threads`] threads, and wait for all.
@@ -105,31 +126,41 @@ impl Threads {
             }
             return Ok(());
         }
+        if should_stop() {
+            return Err(Error::Interrupted);
+        }
         let pool = self.workers()?;
         let (items, stop) = (Mutex::new(items.into_iter()), AtomicBool::new(false));
         let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let last = || items.lock().unwrap_or_else(PoisonError::into_inner).next_back();
         let job = || {
             let mut buffers = make();
             while !stop.load(Ordering::Relaxed) {
-                let Some(item) = next() else { break };
+                let Some(item) = last() else { break };
                 work(&mut buffers, item);
             }
         };
-        pool.run(helpers, &job, || {
-            let mut buffers = make();
+        let is_here = pool.run(helpers, &job, || {
+            let (mut buffers, mut asked) = (make(), Instant::now());
             loop {
-                if should_stop() {
-                    stop.store(true, Ordering::Relaxed);
+                if asked.elapsed() >= PACE {
+                    if should_stop() {
+                        stop.store(true, Ordering::Relaxed);
+                    }
+                    // Whoever was asked may have forked: what the workers had is not done then, and never will be.
+                    if !pool.is_here() {
+                        return false;
+                    }
+                    if stop.load(Ordering::Relaxed) {
+                        return true;
+                    }
+                    asked = Instant::now();
                 }
-                // Whoever was asked may have forked: what the workers had is not done then, and never will be.
-                if stop.load(Ordering::Relaxed) || !pool.is_here() {
-                    break;
-                }
-                let Some(item) = next() else { break };
+                let Some(item) = next() else { return true };
                 work(&mut buffers, item);
             }
         });
-        if !pool.is_here() {
+        if !is_here {
             let text = "the process was forked in the middle of a call: its workers stayed in the parent";
             return Err(Error::InvalidState(text.into()));
         }
@@ -143,7 +174,7 @@ impl Threads {
         }
         // Where threads share CPUs, one that watches takes the time of one that works.
         let watch = self.num_threads <= available();
-        let made = Arc::new(Pool::new(self.num_threads - 1, watch)?);
+        let made = Arc::new(Pool::new(self.num_threads - 1, watch, Arc::clone(&self.ahead))?);
         Ok(Arc::clone(pool.insert(made)))
     }
 }

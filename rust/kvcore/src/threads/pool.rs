@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! caller    lend the job, work on it; then take it back, and wait for those who are still at it
-//! worker    watch for a job for a tenth of a millisecond, then sleep until one wakes it; take part, watch again
+//! worker    watch for a job for a tenth of a millisecond, asking for what it will read (ahead.rs); then sleep until one
+//!           wakes it; take part, watch again
 //! ```
 //! A decode step is some hundred short jobs, one after the other. To wake a sleeping thread takes longer than many of
 //! them, so a worker watches for a little while first; when nothing comes it sleeps, and an idle pool costs nothing. A
@@ -16,6 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::ahead::Ahead;
 use crate::{Error, Result};
 
 /// How long a worker watches for a job before it sleeps.
@@ -38,6 +40,7 @@ struct Shared {
     jobs: AtomicUsize,
     /// Workers within the job.
     working: AtomicUsize,
+    ahead: Arc<Ahead>,
 }
 
 #[derive(Default)]
@@ -69,11 +72,11 @@ impl Shared {
 }
 
 impl Pool {
-    /// Start `count` workers, which watch for jobs before they sleep if `watch`.
+    /// Start `count` workers, which watch for jobs before they sleep if `watch`, and go `ahead` meanwhile.
     ///
     /// # Errors
     /// [`Error::InvalidState`] if the system refuses to start threads.
-    pub fn new(count: usize, watch: bool) -> Result<Self> {
+    pub fn new(count: usize, watch: bool, ahead: Arc<Ahead>) -> Result<Self> {
         let pool = Self {
             process: std::process::id(),
             shared: Arc::new(Shared {
@@ -81,6 +84,7 @@ impl Pool {
                 wake: Condvar::new(),
                 jobs: AtomicUsize::new(0),
                 working: AtomicUsize::new(0),
+                ahead,
             }),
         };
         for i in 0..count {
@@ -99,11 +103,11 @@ impl Pool {
     }
 
     /// Call `here` on this thread and meanwhile `job` on up to `helpers` workers; `here` alone, if the workers are at
-    /// another caller's.
+    /// another caller's. `here` says whether the process is still that of the workers; so does the result.
     ///
     /// # Panics
     /// If either does.
-    pub fn run(&self, helpers: usize, job: &(dyn Fn() + Sync), here: impl FnOnce()) {
+    pub fn run(&self, helpers: usize, job: &(dyn Fn() + Sync), here: impl FnOnce() -> bool) -> bool {
         let shared = &*self.shared;
         {
             let mut state = shared.lock();
@@ -123,12 +127,13 @@ impl Pool {
             }
         }
         let lent = Lent(self);
-        here();
-        let panic = lent.take_back();
+        let is_here = here();
+        let panic = if is_here { lent.take_back() } else { None };
         std::mem::forget(lent);
         if let Some(panic) = panic {
             resume_unwind(panic);
         }
+        is_here
     }
 }
 
@@ -138,9 +143,6 @@ struct Lent<'a>(&'a Pool);
 impl Lent<'_> {
     /// Take the job back and wait for the workers within it; what one of them panicked with.
     fn take_back(&self) -> Option<Payload> {
-        if !self.0.is_here() {
-            return None;
-        }
         let shared = &*self.0.shared;
         let mut state = shared.lock();
         state.wanted = 0;
@@ -160,7 +162,9 @@ impl Lent<'_> {
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
         // Only behind a panic of the caller's.
-        self.take_back();
+        if self.0.is_here() {
+            self.take_back();
+        }
     }
 }
 
@@ -213,6 +217,7 @@ impl Shared {
         let start = Instant::now();
         while self.jobs.load(Ordering::Acquire) == seen {
             for _ in 0..LOOKS {
+                self.ahead.step();
                 std::hint::spin_loop();
                 if self.jobs.load(Ordering::Acquire) != seen {
                     return;
@@ -237,14 +242,17 @@ mod tests {
     #[test]
     fn all_take_part_and_none_stays() {
         for watch in [false, true] {
-            let pool = Pool::new(3, watch).unwrap();
+            let pool = Pool::new(3, watch, Arc::default()).unwrap();
             for round in 0..JOBS {
                 let (left, calls) = (AtomicUsize::new(100), AtomicUsize::new(0));
                 let work = || {
                     calls.fetch_add(1, Ordering::Relaxed);
                     while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok() {}
                 };
-                pool.run(3, &work, work);
+                assert!(pool.run(3, &work, || {
+                    work();
+                    true
+                }));
                 assert_eq!(left.into_inner(), 0);
                 assert!((1..=4).contains(&calls.into_inner()));
                 if round % 10 == 9 {
@@ -256,7 +264,7 @@ mod tests {
 
     #[test]
     fn callers_at_the_same_time_do_not_wait_for_each_other() {
-        let pool = Pool::new(1, true).unwrap();
+        let pool = Pool::new(1, true, Arc::default()).unwrap();
         let (sum, calls) = (AtomicUsize::new(0), JOBS / 2);
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -265,7 +273,10 @@ mod tests {
                         let work = || {
                             sum.fetch_add(1, Ordering::Relaxed);
                         };
-                        pool.run(1, &work, work);
+                        pool.run(1, &work, || {
+                            work();
+                            true
+                        });
                     }
                 });
             }
@@ -275,7 +286,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
-        let pool = Pool::new(1, true).unwrap();
+        let pool = Pool::new(1, true, Arc::default()).unwrap();
         let met = AtomicUsize::new(0);
         let on_the_worker = catch_unwind(AssertUnwindSafe(|| {
             let job = || {
@@ -286,6 +297,7 @@ mod tests {
                 while met.load(Ordering::Relaxed) == 0 {
                     std::thread::yield_now();
                 }
+                true
             });
         }));
         assert!(on_the_worker.is_err());
@@ -295,7 +307,10 @@ mod tests {
         let work = || {
             calls.fetch_add(1, Ordering::Relaxed);
         };
-        pool.run(1, &work, work);
+        pool.run(1, &work, || {
+            work();
+            true
+        });
         assert!((1..=2).contains(&calls.into_inner()));
     }
 }
