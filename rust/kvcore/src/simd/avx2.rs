@@ -28,23 +28,23 @@ macro_rules! both {
     };
 }
 
-/// e4m3 codes, one in each 32-bit lane, as f32.
+/// e4m3 codes, in the upper byte of each word, as f32.
+///
+/// With the code's bits behind a half's sign and highest exponent bit the half is 2^-8 of the value, subnormal where
+/// the code is; only NaN has to be told apart.
 ///
 /// # Safety
-/// The CPU must have AVX2.
+/// The CPU must have AVX2 and F16C.
 #[inline(always)]
-unsafe fn widen_e4m3(codes: __m256i) -> __m256 {
+unsafe fn widen_e4m3(codes: __m256i) -> Lanes {
     // SAFETY: the caller's promise.
     unsafe {
-        let magnitude = _mm256_and_si256(codes, _mm256_set1_epi32(0x7f));
-        let normal = _mm256_add_epi32(_mm256_slli_epi32::<20>(magnitude), _mm256_set1_epi32(120 << 23));
-        let tiny = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), _mm256_set1_ps(1.0 / 512.0)));
-        let is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
-        let is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
-        let value = _mm256_blendv_epi8(normal, tiny, is_tiny);
-        let value = _mm256_blendv_epi8(value, _mm256_set1_epi32(0x7fc0_0000), is_nan);
-        let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(codes, _mm256_set1_epi32(0x80)));
-        _mm256_castsi256_ps(_mm256_or_si256(value, sign))
+        let magnitude = _mm256_and_si256(codes, _mm256_set1_epi16(0x7f00));
+        let sign = _mm256_and_si256(codes, _mm256_set1_epi16(i16::MIN));
+        let is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f00));
+        let half = _mm256_or_si256(sign, _mm256_srli_epi16::<1>(_mm256_or_si256(magnitude, is_nan)));
+        let widen = |half| _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0));
+        (widen(_mm256_castsi256_si128(half)), widen(_mm256_extracti128_si256::<1>(half)))
     }
 }
 
@@ -220,12 +220,10 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn pair_e4m3(self, x: &[u8; 2 * LANES]) -> Self::Pair {
-        // SAFETY: `self` proves the feature; 32 bytes are readable behind `x`, at any alignment.
+        // SAFETY: `self` proves the features; 32 bytes are readable behind `x`, at any alignment.
         unsafe {
-            let p: *const __m128i = x.as_ptr().cast();
-            let (a, b) = (_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(1))));
-            let second = |v| widen_e4m3(_mm256_srli_epi32::<8>(v));
-            ((widen_e4m3(a), widen_e4m3(b)), (second(a), second(b)))
+            let codes = _mm256_loadu_si256(x.as_ptr().cast());
+            (widen_e4m3(_mm256_slli_epi16::<8>(codes)), widen_e4m3(codes))
         }
     }
     #[inline(always)]
