@@ -191,6 +191,34 @@ def test_abort_by_name() -> None:
     llm.cache.check_empty()
 
 
+def test_what_another_calls_step_brings_is_told_as_well() -> None:
+    """A call from within a callback runs the first request to its end; its answer, or error, is the first call's."""
+    llm = make_llm()
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+    (expected,) = llm.generate([[1]], params)
+    items: list[Any] = []
+
+    def callback(item: Any) -> None:
+        items.append(item)
+        if len(items) == 1:
+            llm.generate([[2]], SamplingParams(max_tokens=20, ignore_eos=True))
+
+    (output,) = llm.generate([[1]], params, callback=callback)
+    assert output.token_ids == sum((item.token_ids for item in items), []) == expected.token_ids
+    assert [item.finished for item in items] == [False] * (len(items) - 1) + [True]
+
+    def fails(token_ids: list[int], logits: Any) -> Any:
+        if len(token_ids) == 4:
+            raise RuntimeError("no fourth")
+        return logits
+
+    items.clear()
+    failing = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, logits_processors=[fails])
+    with pytest.raises(RuntimeError, match="no fourth"):
+        llm.generate([[1]], failing, callback=callback)
+    llm.cache.check_empty()
+
+
 def test_a_callback_that_raises_ends_its_request_only() -> None:
     llm = make_llm()
     params = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0)

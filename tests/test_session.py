@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcore import LLM, BeamSearchParams, SamplingParams
-from kvcore.errors import CheckpointError, InvalidArgument, InvalidState
+from kvcore.errors import CheckpointError, InvalidArgument, InvalidState, OutOfBlocks
 from kvcore.session import Session
 from mocks import MockTokenizer
 from models import EXACT, REFERENCE, assert_nothing_held
@@ -44,6 +44,19 @@ def test_turns() -> None:
         assert_nothing_held(llm)
         with pytest.raises(InvalidState, match="close"):
             session.append([1])
+
+
+def test_a_request_without_room_beside_sessions_says_of_which_pool() -> None:
+    with model(num_kv_blocks=10) as llm:
+        sessions = [Session(llm, random_tokens(40, seed)) for seed in range(2)]
+        for session in sessions:
+            session.generate(GREEDY)
+        # a session's 46 tokens hold 3 blocks
+        with pytest.raises(OutOfBlocks, match="5 blocks of 16 tokens needed, 4 available: .* the rest of 10"):
+            llm.generate(random_tokens(78, 9), GREEDY)
+        sessions[0].close()
+        assert llm.generate(random_tokens(78, 9), GREEDY)[0].finish_reason == "length"
+        sessions[1].close()
 
 
 def test_forks_share_and_rewinding_goes_back() -> None:

@@ -49,7 +49,8 @@ _Floats = npt.NDArray[Any]
 class Threads:
     """A pool of worker threads that calls share (the calling thread is one of them), and the SIMD level they run on.
 
-    Workers start with the first parallel call, sleep when idle, and are started anew after a fork.
+    Workers start with the first parallel call, sleep when idle, and are started anew after a fork. The memory of large
+    results that nobody has any more (at most 256 MiB) is kept for later ones, as long as the pool lives.
     """
 
     def __new__(cls, num_threads: int | None = None) -> Threads:

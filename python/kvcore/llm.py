@@ -600,6 +600,8 @@ class LLM:
                 while not all(reply.finished for reply in replies):
                     dispatcher.advance(replies)
                     show(sum(reply.finished for reply in replies))
+                # Another call's step may have ended them: what it left for us, an error or news, is still to be told.
+                dispatcher.advance(replies)
             dispatcher.drop(replies)
             return replies
         except BaseException:

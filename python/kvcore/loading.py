@@ -36,6 +36,7 @@ KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "
 
 SCALE_MODES = ("auto", "static", "per_token_head")
 _DEFAULT_KV_MEMORY = 4 << 30
+_WINDOWS = 64  # as many as run at once by default
 _MOST_DRAWN = 4_194_301
 """Random values of a matrix before they repeat: a prime."""
 
@@ -226,7 +227,7 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
     if most is not None and held > most:
         raise OutOfMemory(
             f"{weights.source}: expected weights of at most {most} bytes (this machine's memory and swap, or its "
-            f"container's limit), got {held} bytes in {held_in}"
+            f"container's limit), got {held} bytes in {dtype}{f' and {quantization}' if quantization else ''}"
         )
     threads = Threads(options.num_threads)
     probe = make_cache(spec, dtype, options, 1, threads, "")
@@ -342,13 +343,14 @@ def window_blocks(window: int, options: Options) -> int:
     """The blocks that layers with such a window get at most: ``num_kv_blocks``, if that is given. Else:
 
     Twice what the most sequences that run at once hold in a step: a window each, which begins and ends within blocks,
-    and the step's tokens. The other half keeps windows of sessions, and of prefixes that nobody uses now.
+    and the step's tokens. The other half keeps windows of sessions, and of prefixes that nobody uses now, which may be
+    many although few run: ``_WINDOWS`` sequences count at least.
     """
     if options.num_kv_blocks is not None:
         return options.num_kv_blocks
     size = options.block_size
     of_sequence = -(-window // size) + 2
-    return 2 * (options.max_num_seqs * of_sequence + -(-options.max_num_batched_tokens // size))
+    return 2 * (max(options.max_num_seqs, _WINDOWS) * of_sequence + -(-options.max_num_batched_tokens // size))
 
 
 class _Pools:

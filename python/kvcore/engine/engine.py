@@ -393,12 +393,13 @@ class Engine:
 
     def _end_stuck(self, seq: Sequence, cause: OutOfBlocks | None = None) -> list[StepOutput]:
         """End a request that is alone and still does not get its blocks: others than the engine hold them."""
-        space = self._scheduler.space
-        needed = max(space.to_come(0, 0, len(seq.token_ids))) * len(seq.unit)
+        space, num_tokens = self._scheduler.space, len(seq.token_ids)
+        needed, available, total = max(
+            space.lacking([member.num_stored for member in seq.unit], num_tokens), key=lambda pool: pool[0] - pool[1]
+        )
         error = OutOfBlocks(
-            f"request {seq.request_id!r}: {needed} blocks of {space.block_size} tokens needed, "
-            f"{min(space.free()) + sum(space.blocks(member.num_stored) for member in seq.unit)} available: "
-            f"sequences outside of the engine hold the rest of {self._cache.num_blocks}"
+            f"request {seq.request_id!r}: {needed} blocks of {space.block_size} tokens needed, {available} available: "
+            f"sequences outside of the engine hold the rest of {total}"
         )
         error.__cause__ = cause
         outputs = []

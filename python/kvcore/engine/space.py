@@ -77,6 +77,19 @@ class Space:
             needed.append(0 if encoder is None else self.blocks(encoder.num_tokens))
         return needed
 
+    def lacking(self, stored: list[int], num_tokens: int) -> list[tuple[int, int, int]]:
+        """What sequences with so many tokens each in the cache need until all have ``num_tokens``, of each group.
+
+        Returns:
+            Blocks that they need in all, blocks that they hold or can have, and blocks of the pool.
+        """
+        whole, pools = self.to_come(0, 0, num_tokens), [pool.total for pool in self._pools]
+        if self.cross is not None:
+            pools.append(self.cross)
+        left = [sum(blocks) for blocks in zip(*(self.to_come(n, 0, num_tokens) for n in stored), strict=True)]
+        each = zip(whole, left, self.free(), pools, strict=True)
+        return [(len(stored) * need, free + len(stored) * need - rest, total) for need, rest, free, total in each]
+
     def has_room(self, left: list[int], headroom: int) -> bool:
         """Whether nothing lacks, and so many blocks stay for sequences to grow into."""
         grows = left if self.cross is None else left[:-1]

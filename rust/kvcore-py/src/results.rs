@@ -4,7 +4,7 @@
 //! has it, here a `Piece`, as its base: when the last array on it is gone, the memory goes back to the pool's.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use kvcore::threads::Threads;
 use numpy::ndarray::{Dimension, IntoDimension};
@@ -29,7 +29,7 @@ impl Output {
     pub fn new(threads: &Arc<Threads>, rows: usize, width: usize) -> kvcore::Result<Self> {
         let len = rows.saturating_mul(width);
         let values = threads.memory().take(len)?;
-        Ok(Self { piece: Piece { values, address: 0, shape: Vec::new(), threads: Arc::clone(threads) }, len })
+        Ok(Self { piece: Piece { values, address: 0, shape: Vec::new(), threads: Arc::downgrade(threads) }, len })
     }
 
     /// As an array of this shape, which has as many values.
@@ -69,12 +69,15 @@ struct Piece {
     values: Vec<f32>,
     address: usize,
     shape: Vec<usize>,
-    threads: Arc<Threads>,
+    /// Which a result does not keep alive.
+    threads: Weak<Threads>,
 }
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        self.threads.memory().give(std::mem::take(&mut self.values));
+        if let Some(threads) = self.threads.upgrade() {
+            threads.memory().give(std::mem::take(&mut self.values));
+        }
     }
 }
 
