@@ -204,7 +204,8 @@ def test_what_another_calls_step_brings_is_told_as_well() -> None:
             llm.generate([[2]], SamplingParams(max_tokens=20, ignore_eos=True))
 
     (output,) = llm.generate([[1]], params, callback=callback)
-    assert output.token_ids == sum((item.token_ids for item in items), []) == expected.token_ids
+    told = [token for item in items for token in item.token_ids]
+    assert output.token_ids == told == expected.token_ids
     assert [item.finished for item in items] == [False] * (len(items) - 1) + [True]
 
     def fails(token_ids: list[int], logits: Any) -> Any:

@@ -52,7 +52,7 @@ def test_a_request_without_room_beside_sessions_says_of_which_pool() -> None:
         for session in sessions:
             session.generate(GREEDY)
         # a session's 46 tokens hold 3 blocks
-        with pytest.raises(OutOfBlocks, match="5 blocks of 16 tokens needed, 4 available: .* the rest of 10"):
+        with pytest.raises(OutOfBlocks, match=r"5 blocks of 16 tokens needed, 4 available: .* the rest of 10"):
             llm.generate(random_tokens(78, 9), GREEDY)
         sessions[0].close()
         assert llm.generate(random_tokens(78, 9), GREEDY)[0].finish_reason == "length"
