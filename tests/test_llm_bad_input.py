@@ -326,7 +326,7 @@ def test_a_checkpoint_larger_than_the_machine(monkeypatch: pytest.MonkeyPatch) -
         LLM(GQA, dtype="float32", num_kv_blocks=4)
     monkeypatch.setattr("kvcore.loading.total_memory", lambda: held - 1)
     monkeypatch.setattr("kvcore.models.reader.Linear", None)  # nothing is packed
-    with pytest.raises(OutOfMemory, match=f"at most {held - 1} bytes .*, got {held} bytes in auto beside bfloat16"):
+    with pytest.raises(OutOfMemory, match=f"at most {held - 1} bytes .*, got {held} bytes in bfloat16"):
         LLM(GQA, dtype="bfloat16", num_kv_blocks=4)
     monkeypatch.setattr("kvcore.loading.total_memory", lambda: None)  # unknown: whatever the system says
     with pytest.raises(TypeError):

@@ -225,9 +225,10 @@ def make_decoder(spec: DecoderSpec, weights: Any, config: Mapping[str, Any], opt
     held_in = f"{quantization} beside {dtype}" if quantization else dtype
     held, most = held_nbytes(spec, weights, dtype=dtype, quantization=quantization), total_memory()
     if most is not None and held > most:
+        what = dtype if quantization in (None, "auto") else f"{quantization} and {dtype}"
         raise OutOfMemory(
             f"{weights.source}: expected weights of at most {most} bytes (this machine's memory and swap, or its "
-            f"container's limit), got {held} bytes in {dtype}{f' and {quantization}' if quantization else ''}"
+            f"container's limit), got {held} bytes in {what}"
         )
     threads = Threads(options.num_threads)
     probe = make_cache(spec, dtype, options, 1, threads, "")
