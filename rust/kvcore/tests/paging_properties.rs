@@ -971,12 +971,13 @@ impl World {
                 }
             }
         }
-        // Pinned prefixes are found whatever happens.
+        // Pinned prefixes are found whatever happens, and however the prompt goes on.
         for (_, salt, tokens) in &self.pins {
-            let mut longer = tokens.clone();
-            longer.push(9);
-            let found = self.manager.find_prefix(&longer, Key { salt: SALTS[*salt], ..Key::default() });
-            assert!(found.num_tokens >= tokens.len(), "a pinned prefix of {tokens:?}: {found:?}");
+            for more in [&[9][..], &[0, 9], &[1, 9], &[0, 0, 9]] {
+                let longer = [tokens, more].concat();
+                let found = self.manager.find_prefix(&longer, Key { salt: SALTS[*salt], ..Key::default() });
+                assert!(found.num_tokens >= tokens.len(), "a pinned prefix of {tokens:?} before {more:?}: {found:?}");
+            }
         }
     }
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use kvcore::Error;
 use kvcore::paging::{
-    AddOptions, BlockManager, Cause, Event, GroupConfig, ImportEntry, ManagerConfig, Move, Occupancy, Place, Retention,
-    SeqId,
+    AddOptions, BlockManager, Cause, Event, GroupConfig, ImportEntry, Key, ManagerConfig, Move, Occupancy, Place,
+    Retention, SeqId,
 };
 use paging_store::{Disk, OneGroup, Store, run, token};
 
@@ -275,6 +275,27 @@ fn a_window_gives_its_blocks_back_and_a_deeper_rollback_is_an_error() {
     manager.truncate(seq, 28).unwrap();
     manager.check().unwrap();
     store.assert_reads(&manager, seq, None, 0);
+}
+
+/// Whatever the order in which children are looked at, which differs from manager to manager.
+#[test]
+fn a_sibling_serves_where_the_nearest_child_lacks_a_windows_block() {
+    for _ in 0..32 {
+        let (mut manager, mut store) = with(windowed(0));
+        leave(&mut manager, &mut store, &[0, 0], None);
+        let lacking = prompt(&mut manager, &mut store, &[0, 1, 0, 0, 5], None);
+        manager.forget_block(1, manager.block_table(lacking, 1).unwrap()[0]);
+        manager.free(lacking).unwrap();
+        let kept = prompt(&mut manager, &mut store, &[0, 1, 0, 1], None);
+        manager.pin(kept, 3).unwrap();
+        manager.free(kept).unwrap();
+        // It ends in a block beside both, or goes on as the child that lacks it: three tokens, not one or none.
+        for tokens in [&[0, 1, 0, 9][..], &[0, 1, 0, 0, 5, 9]] {
+            let found = manager.find_prefix(tokens, Key::default());
+            assert_eq!(found.num_tokens, 3, "{tokens:?} {found:?}");
+        }
+        manager.check().unwrap();
+    }
 }
 
 #[test]

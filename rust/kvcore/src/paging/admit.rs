@@ -252,24 +252,29 @@ impl Blocks {
             trail.path.push(next.slot);
             at = next;
         }
-        let (whole, at) = (trail.path.len(), at.slot);
-        let rest = &before_last[whole * block_size..];
-        let rest = &rest[..rest.len().min(block_size)];
+        let whole = trail.path.len();
         let places = |node| (0..self.groups.len()).map(move |group| self.index.place(node, group));
         let is_somewhere = |node| places(node).all(|place| place != Place::Nowhere);
-        let best = self.index.best_match(at, rest, is_somewhere);
+        let best = self.index.best_match(at.slot, chunk(before_last, whole, block_size), is_somewhere);
         let found = self.reachable_with(best, whole, block_size, trail);
-        if found > whole * block_size || self.is_plain() {
+        if self.is_plain() {
             return found;
         }
-        // Another child may have what a window or the first tier lacks.
+        // Where it ends another child may have what a window or the first tier lacks of those that have more tokens.
+        let depth = found / block_size;
+        let parent = depth.checked_sub(1).map_or(root.slot, |last| trail.path[last]);
+        let rest = chunk(before_last, depth, block_size);
+        let most = self.index.best_match(parent, rest, |_| true).map_or(0, |(_, common)| common);
+        if found == depth * block_size + most {
+            return found;
+        }
         let is_here = |node| places(node).all(|place| matches!(place, Place::Block(_)));
-        let other = self.index.best_match_among(at, rest, MAX_CHILDREN, is_here);
-        if other.is_none() {
-            return found;
+        let other = self.index.best_match_among(parent, rest, MAX_CHILDREN, is_here);
+        let more = other.map_or(0, |_| self.reachable_with(other, depth, block_size, trail));
+        if more > found {
+            return more;
         }
-        let more = self.reachable_with(other, whole, block_size, trail);
-        if more > found { more } else { self.reachable_with(best, whole, block_size, trail) }
+        self.reachable_with(best.filter(|_| depth == whole), depth, block_size, trail)
     }
 
     /// Whether every group keeps all blocks in the first tier.
@@ -321,4 +326,10 @@ impl Blocks {
         }
         reachable
     }
+}
+
+/// The tokens of the block at `position`, as far as there are some.
+fn chunk(tokens: &[u32], position: usize, block_size: usize) -> &[u32] {
+    let rest = &tokens[position * block_size..];
+    &rest[..rest.len().min(block_size)]
 }
