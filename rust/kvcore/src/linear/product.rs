@@ -201,9 +201,11 @@ impl<S: Simd, F: Weights> Work<S> for Task<'_, S, F> {
         for group in 0..self.weights.len() / self.steps {
             for start in (0..self.steps).step_by(slice) {
                 let end = (start + slice).min(self.steps);
+                let mut ahead = Ahead::of(&self.weights[group * self.steps..][start..end], tiles);
                 for t in 0..tiles {
                     let (row, next) = (rows * t / tiles, rows * (t + 1) / tiles);
-                    let tile = Tile { task: &mut self, waiting: &mut waiting, group, row, start, end };
+                    let ahead = &mut ahead;
+                    let tile = Tile { task: &mut self, waiting: &mut waiting, group, row, start, end, ahead };
                     tile.run(s, next - row);
                 }
             }
@@ -224,6 +226,34 @@ struct Tile<'t, 'a, S: Simd, F: Weights> {
     row: usize,
     start: usize,
     end: usize,
+    ahead: &'t mut Ahead,
+}
+
+/// What is asked for while a slice is multiplied with several tiles of rows: the slice behind it, line after line at an
+/// even pace. The processor alone looks too few steps ahead where each step has many products.
+struct Ahead {
+    at: *const u8,
+    /// Tiles that pass over the slice: together they ask for as much as it holds.
+    tiles: usize,
+    /// Lines that are due, times `tiles`.
+    due: usize,
+}
+
+impl Ahead {
+    fn of<T>(slice: &[T], tiles: usize) -> Self {
+        Self { at: slice.as_ptr_range().end.cast(), tiles, due: 0 }
+    }
+
+    /// One tile has gone through one step of `lines` lines.
+    #[inline(always)]
+    fn step<S: Simd>(&mut self, s: S, lines: usize) {
+        self.due += lines;
+        while self.due >= self.tiles {
+            s.prefetch(self.at);
+            self.at = self.at.wrapping_add(LINE);
+            self.due -= self.tiles;
+        }
+    }
 }
 
 impl<S: Simd, F: Weights> Tile<'_, '_, S, F> {
@@ -252,7 +282,7 @@ impl<S: Simd, F: Weights, const M: usize> Work<S> for TileOf<'_, '_, S, F, M> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        let Tile { task, waiting, group, row, start, end } = self.0;
+        let Tile { task, waiting, group, row, start, end, ahead } = self.0;
         let steps = task.steps;
         let weights = &task.weights[group * steps..][start..end];
         let coefs: [&[F::Coef<S>]; M] = std::array::from_fn(|m| &task.coefs[(row + m) * task.stride..][start..end]);
@@ -265,7 +295,7 @@ impl<S: Simd, F: Weights, const M: usize> Work<S> for TileOf<'_, '_, S, F, M> {
                 }
             }
         }
-        let sums = accumulate::<S, F, M>(s, sums, weights, coefs);
+        let sums = accumulate::<S, F, M>(s, sums, weights, coefs, ahead);
         for m in 0..M {
             for g in 0..GROUP {
                 if end < steps {
@@ -284,11 +314,14 @@ fn accumulate<S: Simd, F: Weights, const M: usize>(
     mut sums: [[S::F32; GROUP]; M],
     weights: &[[F::Raw; GROUP]],
     coefs: [&[F::Coef<S>]; M],
+    ahead: &mut Ahead,
 ) -> [[S::F32; GROUP]; M] {
     let coefs = coefs.map(|c| &c[..weights.len()]);
     for (i, weights) in weights.iter().enumerate() {
         let at = std::ptr::from_ref(weights).cast::<u8>();
-        if M <= FEW && at.addr() % PAGE < PAGE / 4 {
+        if M > FEW {
+            ahead.step(s, size_of_val(weights) / LINE);
+        } else if at.addr() % PAGE < PAGE / 4 {
             for line in (0..size_of_val(weights)).step_by(LINE) {
                 s.prefetch(at.wrapping_add(PAGE + line));
             }
