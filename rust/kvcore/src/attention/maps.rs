@@ -100,9 +100,11 @@ impl<S: Simd, F: Format> Work<S> for On<'_, F> {
             let heads = head..head + 1;
             let (view, blocks) = (call.view, of.blocks);
             let tile = QueryTile { view, blocks, heads, group, rows: &rows, scoring: &call.scoring };
-            tile.run_of_chunks(s, &mut scratch, tile.chunks(), &mut running, |query, token, visible, scores| {
+            tile.run_of_chunks(s, &mut scratch, tile.chunks(), &mut running, |query, token, visible, scores, unit| {
                 if query == q_head % group {
-                    logits[token + visible.start..token + visible.end].copy_from_slice(&scores[visible]);
+                    for (logit, score) in logits[token + visible.start..].iter_mut().zip(&scores[visible]) {
+                        *logit = score * unit;
+                    }
                 }
             });
             let seen = rows[0].sees.clone();

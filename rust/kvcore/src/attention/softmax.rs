@@ -1,6 +1,7 @@
 //! From scores to weights, and the merge of partial softmaxes.
 //!
 //! ```text
+//! plain     m = max(score) * scale;  w = 2^(score * scale - m), rounded;  l = sum(w)
 //! weights   x = score * scale [* K's scale of the token]; softcap; bias;  m = max(x);  w = 2^(x - m), rounded;  l = sum(w)
 //! merge     m' = max(m, m2);  l' = l 2^(m - m') + l2 2^(m2 - m');  acc likewise
 //! sink      l' = l + 2^(sink - m), with m the larger of both
@@ -23,6 +24,76 @@ use crate::storage::TILE;
 fn visible_lanes<S: Simd>(s: S, visible: &Range<usize>, t: usize, x: S::F32, other: S::F32) -> S::F32 {
     let x = s.first_lanes(visible.end - t * TILE, x, other);
     if t * TILE < visible.start { s.first_lanes(visible.start - t * TILE, other, x) } else { x }
+}
+
+/// Scores of some queries that are only scaled to weights, as [`Weights`], in two passes over all of them: no query waits for
+/// another's maximum or sum. The scores stay as they are.
+pub struct Plain<'a, S: Simd, F: Format> {
+    /// Multiplies the scores, to base-2 units; more than 0.
+    pub unit: f32,
+    /// Tokens of the chunk that each query sees.
+    pub visible: &'a [Range<usize>],
+    /// `q . k` of each query.
+    pub scores: &'a mut [[f32; CHUNK]],
+    /// The weights.
+    pub weights: &'a mut [[F::Coef<S>; CHUNK]],
+    /// Where the maxima go, in base-2 units.
+    pub max: &'a mut [f32],
+    /// Where the sums go.
+    pub sum: &'a mut [f32],
+}
+
+impl<S: Simd, F: Format> Work<S> for Plain<'_, S, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Self { unit, visible, scores, weights, max, sum } = self;
+        let seeing = || visible.iter().enumerate().filter(|(_, visible)| !visible.is_empty());
+        for (query, visible) in seeing() {
+            max[query] = largest(s, visible, &mut scores[query]) * unit;
+        }
+        for (query, visible) in seeing() {
+            let tiles = tiles_of(visible);
+            let scores = &scores[query].as_chunks::<LANES>().0[tiles.clone()];
+            let mut outs = weights[query][tiles.start * TILE / F::STEP..].chunks_exact_mut(TILE / F::STEP * 2);
+            let (factor, less, mut lanes) = (s.splat(unit), s.splat(-max[query]), s.splat(0.0));
+            let (pairs, last) = scores.as_chunks::<2>();
+            for ([a, b], out) in pairs.iter().zip(&mut outs) {
+                let a = F::exp2(s, s.mul_add(s.load(a), factor, less));
+                let b = F::exp2(s, s.mul_add(s.load(b), factor, less));
+                lanes = F::add_two_weights(s, lanes, [a, b], out);
+            }
+            if let [last] = last {
+                let x = F::exp2(s, s.mul_add(s.load(last), factor, less));
+                let out = &mut weights[query][(tiles.end - 1) * TILE / F::STEP..][..TILE / F::STEP];
+                lanes = s.add(lanes, F::store_weights(s, x, out));
+            }
+            sum[query] = s.reduce_sum(lanes);
+        }
+    }
+}
+
+/// The largest of the scores that are seen; those beside them, in the first tile and the last, become minus infinity.
+#[inline(always)]
+fn largest<S: Simd>(s: S, visible: &Range<usize>, scores: &mut [f32; CHUNK]) -> f32 {
+    let (tiles, lowest) = (tiles_of(visible), s.splat(f32::NEG_INFINITY));
+    let scores = &mut scores.as_chunks_mut::<LANES>().0[tiles.clone()];
+    for t in [tiles.start, tiles.end - 1] {
+        let scores = &mut scores[t - tiles.start];
+        s.store(visible_lanes(s, visible, t, s.load(scores), lowest), scores);
+    }
+    let (fours, rest) = scores.as_chunks::<4>();
+    let mut max = [lowest; 4];
+    for four in fours {
+        for i in 0..4 {
+            max[i] = s.max(max[i], s.load(&four[i]));
+        }
+    }
+    for scores in rest {
+        max[0] = s.max(max[0], s.load(scores));
+    }
+    s.reduce_max(s.max(s.max(max[0], max[1]), s.max(max[2], max[3])))
 }
 
 /// Scores to softmax weights `exp(scale * score - max)` for the `visible` tokens. Returns the maximum (of the scores in

@@ -26,7 +26,7 @@ use super::ahead::{Ahead, MAX_TILES};
 use super::chunk::{Buffers, CHUNK, Context, TILES};
 use super::products::{self, MAX_M, Shared, tile_size, tiles_of};
 use super::scoring::Scoring;
-use super::softmax::{Merge, Weights};
+use super::softmax::{Merge, Plain, Weights};
 use super::tree::Path;
 use crate::paging::BlockId;
 use crate::simd::{Format, LANES, Simd, Work};
@@ -38,10 +38,10 @@ const WINDOW: usize = MAX_TILES;
 /// Bytes of K of all heads in 16 tokens that a tile should not exceed: two windows wait in the second-level cache.
 const HEADS_BYTES: usize = 32 << 10;
 
-/// Gets a query, the first token of a chunk, what of it the query sees (counted from that token), and the chunk's scores in
-/// base-2 units as the softmax takes them.
-pub trait Observe: FnMut(usize, usize, Range<usize>, &[f32; CHUNK]) {}
-impl<T: FnMut(usize, usize, Range<usize>, &[f32; CHUNK])> Observe for T {}
+/// Gets a query, the first token of a chunk, what of it the query sees (counted from that token), the chunk's scores, and
+/// what they are to be multiplied by to be in base-2 units, as the softmax takes them.
+pub trait Observe: FnMut(usize, usize, Range<usize>, &[f32; CHUNK], f32) {}
+impl<T: FnMut(usize, usize, Range<usize>, &[f32; CHUNK], f32)> Observe for T {}
 
 /// All query heads of one position.
 #[derive(Clone, Debug)]
@@ -117,6 +117,8 @@ pub struct State<'a> {
 
 /// Buffers of one thread, for one tile after the other.
 pub struct Scratch<S: Simd, F: Format> {
+    /// The first query of each register tile, and how many it has.
+    tiles: Vec<(usize, usize)>,
     /// Packed queries, register tile after register tile, each `[steps][M]`.
     queries: Vec<F::Coef<S>>,
     scores: Vec<[f32; CHUNK]>,
@@ -130,6 +132,7 @@ pub struct Scratch<S: Simd, F: Format> {
 impl<S: Simd, F: Format> Default for Scratch<S, F> {
     fn default() -> Self {
         Self {
+            tiles: Vec::new(),
             queries: Vec::new(),
             scores: Vec::new(),
             weights: Vec::new(),
@@ -205,6 +208,13 @@ impl QueryTile<'_> {
         &self.rows[query % self.per_head() / self.group]
     }
 
+    /// The rows of the queries from `first` on, within its head.
+    fn rows_from(&self, first: usize) -> impl Iterator<Item = &Row<'_>> {
+        let first = first % self.per_head();
+        let (row, within) = (first / self.group, first % self.group);
+        self.rows[row..].iter().flat_map(|row| std::iter::repeat_n(row, self.group)).skip(within)
+    }
+
     /// The query head of a query.
     fn q_head(&self, query: usize) -> usize {
         (self.heads.start + query / self.per_head()) * self.group + query % self.group
@@ -218,7 +228,7 @@ impl QueryTile<'_> {
         mut finish: impl FnMut(usize, usize, State<'_>),
     ) {
         let mut running = std::mem::take(&mut scratch.running);
-        self.run_of_chunks(s, scratch, self.chunks(), &mut running, |_, _, _, _| {});
+        self.run_of_chunks(s, scratch, self.chunks(), &mut running, |_, _, _, _, _| {});
         for query in 0..self.num_queries() {
             finish(query % self.per_head() / self.group, self.q_head(query), running.of(query, self.width()));
         }
@@ -261,7 +271,7 @@ impl QueryTile<'_> {
         self.pack(s, scratch);
         for (c, partial) in chunks.clone().zip(partials) {
             partial.resize(self.num_queries(), self.width());
-            self.chunk(s, scratch, c, c + 1 < chunks.end, partial, &mut |_, _, _, _| {});
+            self.chunk(s, scratch, c, c + 1 < chunks.end, partial, &mut |_, _, _, _, _| {});
         }
     }
 
@@ -273,9 +283,11 @@ impl QueryTile<'_> {
         if self.heads.len() == 1 {
             self.context().prepare(&mut scratch.buffers);
         }
-        for (first, m) in self.register_tiles::<S>() {
-            for query in 0..m {
-                let (row, head) = (self.row(first + query), self.q_head(first + query));
+        scratch.tiles.clear();
+        scratch.tiles.extend(self.register_tiles::<S>());
+        for &(first, m) in &scratch.tiles {
+            for (query, row) in self.rows_from(first).take(m).enumerate() {
+                let head = self.q_head(first + query);
                 let packed = &mut scratch.queries[first * steps..(first + m) * steps];
                 s.run(Pack::<S, F> { q: &row.q[head * dim..][..dim], packed, m, query });
             }
@@ -319,7 +331,7 @@ impl QueryTile<'_> {
         let tiles = tiles_of(&seen);
         let steps = self.view.layout.k_dim / F::STEP;
         let width = self.width();
-        let Scratch { queries, scores, weights, buffers, registers, .. } = scratch;
+        let Scratch { tiles: register_tiles, queries, scores, weights, buffers, registers, .. } = scratch;
         let path = match self.rows {
             [row] => row.path.as_ref(),
             _ => None,
@@ -330,10 +342,10 @@ impl QueryTile<'_> {
             _ => context.stored_chunk(c, tiles.clone()),
         };
         registers.clear();
-        registers.extend(self.register_tiles::<S>().filter_map(|(first, m)| {
+        registers.extend(register_tiles.iter().filter_map(|&(first, m)| {
             let mut visible = [const { 0..0 }; MAX_M];
-            for (i, visible) in visible[..m].iter_mut().enumerate() {
-                *visible = within(c, self.row(first + i).sees.clone());
+            for (visible, row) in visible[..m].iter_mut().zip(self.rows_from(first)) {
+                *visible = within(c, row.sees.clone());
             }
             let shared = Shared::of(&visible[..m])?;
             Some(RegisterTile { head: first / self.per_head(), first, visible, m, shared })
@@ -380,23 +392,36 @@ impl QueryTile<'_> {
             for r in registers {
                 let head = self.heads.start + r.head;
                 let (scale, softcap) = (self.scoring.scale * self.view.k_scale(head), self.scoring.softcap);
-                for (query, visible) in (r.first..).zip(r.visible()).filter(|(_, visible)| !visible.is_empty()) {
-                    let bias = self.scoring.bias_of(self.q_head(query), self.q_heads());
-                    let (first_token, position) = (c * CHUNK, self.row(query).position);
-                    let (scores, weights) = (&mut scores[query - start], &mut weights[query - start]);
-                    let (chunk, visible) = (chunk.head(r.head), visible.clone());
-                    let weights = Weights::<S, F> {
-                        chunk,
-                        scale,
-                        softcap,
-                        bias,
-                        first_token,
-                        position,
-                        visible,
-                        scores,
-                        weights,
-                    };
-                    (partial.m[query], partial.l[query]) = s.run(weights);
+                let queries = r.first..r.first + r.m;
+                let mut unit = 1.0;
+                if self.scoring.is_plain() && chunk.head(r.head).scales().is_none() && scale > 0.0 {
+                    unit = scale * std::f32::consts::LOG2_E;
+                    s.run(Plain::<S, F> {
+                        unit,
+                        visible: r.visible(),
+                        scores: &mut scores[r.first - start..][..r.m],
+                        weights: &mut weights[r.first - start..][..r.m],
+                        max: &mut partial.m[queries.clone()],
+                        sum: &mut partial.l[queries.clone()],
+                    });
+                } else {
+                    for (query, visible) in queries.clone().zip(r.visible()).filter(|(_, visible)| !visible.is_empty()) {
+                        let weights = Weights::<S, F> {
+                            chunk: chunk.head(r.head),
+                            scale,
+                            softcap,
+                            bias: self.scoring.bias_of(self.q_head(query), self.q_heads()),
+                            first_token: c * CHUNK,
+                            position: self.row(query).position,
+                            visible: visible.clone(),
+                            scores: &mut scores[query - start],
+                            weights: &mut weights[query - start],
+                        };
+                        (partial.m[query], partial.l[query]) = s.run(weights);
+                    }
+                }
+                for (query, visible) in queries.zip(r.visible()) {
+                    observe(query, c * CHUNK, visible.clone(), &scores[query - start], unit);
                 }
                 partial.acc[r.first * width..(r.first + r.m) * width].fill(0.0);
             }
@@ -421,19 +446,15 @@ impl QueryTile<'_> {
                     products::mix(s, chunk, &tokens, r.visible(), &r.shared, weights, acc, width, ahead);
                 }
             }
-            for r in registers {
-                for (query, visible) in (r.first..).zip(r.visible()) {
-                    observe(query, c * CHUNK, visible.clone(), &scores[query - start]);
-                }
-            }
         }
     }
 
     /// Merge chunk `c` into the running state of the queries that see any of it.
     fn merge_chunk<S: Simd>(&self, s: S, c: usize, running: &mut Partial, chunk: &Partial) {
         let width = self.width();
-        for i in 0..self.num_queries() {
-            let chunks = self.row(i).chunks();
+        let rows = (0..self.heads.len()).flat_map(|_| self.rows).flat_map(|row| std::iter::repeat_n(row, self.group));
+        for (i, row) in rows.enumerate() {
+            let chunks = row.chunks();
             if !chunks.contains(&c) {
                 continue;
             }

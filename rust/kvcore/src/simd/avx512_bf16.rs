@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::avx512::{Avx512, Unaligned, f32_in_one_register, widen_int8};
+use super::math;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
@@ -182,6 +183,29 @@ impl Simd for Avx512Bf16 {
             let halves: __m256i = std::mem::transmute(_mm512_cvtneps_pbh(x));
             _mm256_storeu_si256(out.as_mut_ptr().cast(), halves);
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+        }
+    }
+    #[inline(always)]
+    fn exp2_short(self, x: __m512) -> __m512 {
+        /// What is added to it is rounded to a whole number, which its low bits then are.
+        const WHOLE: f32 = 1.5 * (1 << 23) as f32;
+        // Below -126.4 the power is subnormal, and 0 as soon as it is rounded to bf16. The bound keeps a NaN.
+        let bits = self.add(self.max(self.splat(-126.4), x), self.splat(WHOLE));
+        let r = self.sub(self.max(self.splat(-126.4), x), self.sub(bits, self.splat(WHOLE)));
+        let p = math::exp2_short_of(self, r);
+        // SAFETY: `self` proves the features; a whole number is added to the exponent of `p`, which is near 1.
+        unsafe {
+            let n = _mm512_slli_epi32::<23>(_mm512_castps_si512(bits));
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), n))
+        }
+    }
+    #[inline(always)]
+    fn add_two_weights(self, sum: __m512, x: [__m512; 2], out: &mut [u32; LANES]) -> __m512 {
+        // SAFETY: `self` proves the features; 64 bytes are writable behind `out`, at any alignment; all types are 512 plain bits.
+        unsafe {
+            let pairs = _mm512_cvtne2ps_pbh(x[1], x[0]);
+            _mm512_storeu_si512(out.as_mut_ptr().cast(), std::mem::transmute(pairs));
+            _mm512_dpbf16_ps(sum, pairs, std::mem::transmute(_mm512_set1_epi32(0x3f80_3f80)))
         }
     }
     #[inline(always)]

@@ -38,6 +38,13 @@ pub trait Format: Copy + Send + Sync + 'static {
     /// 16 factors between 0 and 1, rounded to as many bits as [`Self::round_coefs`] leaves, to the nearest, and stored as
     /// 16 / `STEP` coefficients; returns them rounded. In a few operations, where the general way takes many.
     fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef<S>]) -> S::F32;
+    /// The same with two times 16, and their sum added to `sum`, in any order of each 32.
+    #[inline(always)]
+    fn add_two_weights<S: Simd>(s: S, sum: S::F32, x: [S::F32; 2], out: &mut [Self::Coef<S>]) -> S::F32 {
+        let (first, second) = out.split_at_mut(LANES / Self::STEP);
+        let sum = s.add(sum, Self::store_weights(s, x[0], first));
+        s.add(sum, Self::store_weights(s, x[1], second))
+    }
     /// Store 16 factors that [`Self::round_coefs`] has rounded as 16 / `STEP` coefficients.
     fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [Self::Coef<S>]);
 
@@ -161,11 +168,15 @@ macro_rules! paired {
             }
             #[inline(always)]
             fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32 {
-                math::exp2_short(s, x)
+                s.exp2_short(x)
             }
             #[inline(always)]
             fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) -> S::F32 {
                 s.store_weights(x, out.first_chunk_mut().expect("8 factors"))
+            }
+            #[inline(always)]
+            fn add_two_weights<S: Simd>(s: S, sum: S::F32, x: [S::F32; 2], out: &mut [S::Factor]) -> S::F32 {
+                s.add_two_weights(sum, x, out.first_chunk_mut().expect("16 factors"))
             }
             #[inline(always)]
             fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) {

@@ -1,6 +1,8 @@
 //! The small vector trait that every algorithm is written over.
 #![forbid(unsafe_code)]
 
+use super::math;
+
 /// Logical lanes of every level: a block of the cache has 16 tokens, a panel of weights 16 outputs.
 pub const LANES: usize = 16;
 
@@ -108,6 +110,18 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let x = self.sub(c, self.sub(c, x));
         self.store_factors(x, out);
         x
+    }
+    /// The same with two times 16 values, and their sum added to `sum`, in any order of each 32.
+    #[inline(always)]
+    fn add_two_weights(self, sum: Self::F32, x: [Self::F32; 2], out: &mut [Self::Factor; LANES]) -> Self::F32 {
+        let (first, second) = out.split_at_mut(LANES / 2);
+        let sum = self.add(sum, self.store_weights(x[0], first.first_chunk_mut().expect("8 factors")));
+        self.add(sum, self.store_weights(x[1], second.first_chunk_mut().expect("8 factors")))
+    }
+    /// [`math::exp2_short`], or as near to `2^x` by other operations.
+    #[inline(always)]
+    fn exp2_short(self, x: Self::F32) -> Self::F32 {
+        math::exp2_short(self, x)
     }
     /// `acc + x.0 * q.0 + x.1 * q.1` per lane. By reference: broadcasts straight from memory cost no arithmetic port.
     fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: &Self::Factor) -> Self::F32;
