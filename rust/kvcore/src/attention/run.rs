@@ -323,7 +323,9 @@ impl<S: Simd, F: Format> Work<S> for On<'_, '_, S, F> {
                 let slot = (q_head / tile.group - tile.heads.start) * tile.rows.len() + row;
                 finish(s, &tile, q_head, state, &mut slots[slot]);
             }),
-            PieceResult::Begin { chunks, state } => tile.run_of_chunks(s, self.scratch, chunks, state, |_, _, _, _, _| {}),
+            PieceResult::Begin { chunks, state } => {
+                tile.run_of_chunks(s, self.scratch, chunks, state, |_, _, _, _, _| {})
+            }
             PieceResult::Later { first, states } => tile.some_chunks(s, self.scratch, first, states),
         }
     }

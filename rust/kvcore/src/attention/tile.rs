@@ -405,7 +405,8 @@ impl QueryTile<'_> {
                         sum: &mut partial.l[queries.clone()],
                     });
                 } else {
-                    for (query, visible) in queries.clone().zip(r.visible()).filter(|(_, visible)| !visible.is_empty()) {
+                    for (query, visible) in queries.clone().zip(r.visible()).filter(|(_, visible)| !visible.is_empty())
+                    {
                         let weights = Weights::<S, F> {
                             chunk: chunk.head(r.head),
                             scale,

@@ -6,7 +6,8 @@
 //! ```
 //! Sums that wait for the next slice of inputs are stored and loaded again exactly, so slicing changes no bit.
 //! Measured on two AVX-512 cores: tiles of 12 rows x 32 outputs reach 0.9 of the product peak, and a single stream
-//! through weights on huge pages all of the read bandwidth, as two rows or one take no longer than the loads.
+//! through weights on huge pages all of the read bandwidth, as two rows or one take no longer than the loads. While a slice
+//! is multiplied with several rows, the one behind it is asked for.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -20,13 +21,14 @@ use crate::threads::{ShouldStop, Threads};
 const SLICE: usize = 256 << 10;
 /// Rows up to which reading the weights takes longer than their products.
 const FEW: usize = 4;
-/// Where a processor's own prefetcher begins anew. The first quarter of the next page is asked for meanwhile; asking for all
-/// of it takes a quarter of the rate from weights of 4 bits, which leave little time for it.
+/// Where a processor's own prefetcher begins anew. With one row the first quarter of the next page is asked for meanwhile.
 const PAGE: usize = 4 << 10;
 /// Bytes of the next layer that waiting threads ask for at most: what the L2 cache holds.
 const EXPECTED: usize = 1 << 20;
 /// Bytes of a cache line.
 const LINE: usize = 64;
+/// Lines that are asked for at once.
+const BURST: usize = 4;
 /// Multiply-adds that are worth handing to another thread.
 const TASK: usize = 1 << 18;
 /// Rows of a task: their factors stay in the L2 or L3 cache while the weights stream past.
@@ -42,6 +44,8 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
     type Coef<S: Simd>: bytemuck::Pod + Send + Sync;
     /// Inputs of a step.
     const STEP: usize;
+    /// Rows of the largest tile, where a level has many registers: with 12 its sums, a step's weights and a factor fill 32.
+    const MOST_ROWS: usize = 12;
 
     /// A row's steps, the last filled up with zeros.
     fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]);
@@ -195,7 +199,7 @@ impl<S: Simd, F: Weights> Work<S> for Task<'_, S, F> {
     #[inline(always)]
     fn run(mut self, s: S) {
         let rows = self.out.len();
-        let tiles = rows.div_ceil(max_rows::<S>());
+        let tiles = rows.div_ceil(max_rows::<S, F>());
         let slice = (SLICE / size_of::<[F::Raw; GROUP]>()).min(self.steps);
         let mut waiting = vec![[[0.0; LANES]; GROUP]; if slice < self.steps { rows } else { 0 }];
         for group in 0..self.weights.len() / self.steps {
@@ -213,9 +217,9 @@ impl<S: Simd, F: Weights> Work<S> for Task<'_, S, F> {
     }
 }
 
-/// Rows of the largest tile: with 12 its sums, a step's weights and a factor fill 32 registers.
-const fn max_rows<S: Simd>() -> usize {
-    if S::ACCUMULATORS >= 16 { 12 } else { 2 }
+/// Rows of the largest tile.
+const fn max_rows<S: Simd, F: Weights>() -> usize {
+    if S::ACCUMULATORS >= 16 { F::MOST_ROWS } else { 2 }
 }
 
 /// One register tile: rows from `row` on, 32 outputs, steps from `start` to `end`.
@@ -229,8 +233,8 @@ struct Tile<'t, 'a, S: Simd, F: Weights> {
     ahead: &'t mut Ahead,
 }
 
-/// What is asked for while a slice is multiplied with several tiles of rows: the slice behind it, line after line at an
-/// even pace. The processor alone looks too few steps ahead where each step has many products.
+/// What is asked for while a slice is multiplied with rows: the slice behind it, at an even pace over all tiles of rows.
+/// The processor alone looks too few steps ahead where each step has many products.
 struct Ahead {
     at: *const u8,
     /// Tiles that pass over the slice: together they ask for as much as it holds.
@@ -248,10 +252,12 @@ impl Ahead {
     #[inline(always)]
     fn step<S: Simd>(&mut self, s: S, lines: usize) {
         self.due += lines;
-        while self.due >= self.tiles {
-            s.prefetch(self.at);
-            self.at = self.at.wrapping_add(LINE);
-            self.due -= self.tiles;
+        while self.due >= BURST * self.tiles {
+            for line in 0..BURST {
+                s.prefetch(self.at.wrapping_add(line * LINE));
+            }
+            self.at = self.at.wrapping_add(BURST * LINE);
+            self.due -= BURST * self.tiles;
         }
     }
 }
@@ -267,7 +273,8 @@ impl<S: Simd, F: Weights> Tile<'_, '_, S, F> {
                 }
             };
         }
-        match max_rows::<S>() {
+        match max_rows::<S, F>() {
+            6 => by_rows!(1 2 3 4 5 6),
             12 => by_rows!(1 2 3 4 5 6 7 8 9 10 11 12),
             _ => by_rows!(1 2),
         }
@@ -319,7 +326,7 @@ fn accumulate<S: Simd, F: Weights, const M: usize>(
     let coefs = coefs.map(|c| &c[..weights.len()]);
     for (i, weights) in weights.iter().enumerate() {
         let at = std::ptr::from_ref(weights).cast::<u8>();
-        if M > FEW {
+        if M > 1 {
             ahead.step(s, size_of_val(weights) / LINE);
         } else if at.addr() % PAGE < PAGE / 4 {
             for line in (0..size_of_val(weights)).step_by(LINE) {

@@ -67,6 +67,8 @@ macro_rules! groups_of_32 {
             type Raw = [u8; $bytes];
             type Coef<S: Simd> = RowGroup;
             const STEP: usize = GROUP_INPUTS;
+            // Their whole sums, and those that go on, fill 24 of 32 registers.
+            const MOST_ROWS: usize = 6;
 
             #[inline(always)]
             fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [RowGroup]) {
@@ -80,14 +82,7 @@ macro_rules! groups_of_32 {
                 weights: &[Self::Raw; GROUP],
                 rows: [&RowGroup; M],
             ) {
-                let panels = [Self::unpack(s, &weights[0]), Self::unpack(s, &weights[1])];
-                let (pairs, last) = sums.as_chunks_mut::<2>();
-                for (i, sums) in pairs.iter_mut().enumerate() {
-                    dot::<S, 2, $minima>(s, sums, &panels, [rows[2 * i], rows[2 * i + 1]]);
-                }
-                if let [sums] = last {
-                    dot::<S, 1, $minima>(s, std::array::from_mut(sums), &panels, [rows[M - 1]]);
-                }
+                dot::<S, Self, M, $minima>(s, sums, weights, rows);
             }
         }
     };
@@ -95,31 +90,60 @@ macro_rules! groups_of_32 {
 groups_of_32!(Int4, INT4_CODES + 2 * HALVES, true);
 groups_of_32!(Int8, INT8_CODES + HALVES, false);
 
-/// A step's codes, scales and minima (which are not looked at where all are -128 scales).
-type Unpacked<S> = ([<S as Simd>::Bytes; GROUP_INPUTS / 4], <S as Simd>::F32, <S as Simd>::F32);
+/// How a format's steps are unpacked.
+trait Unpack: Weights {
+    /// Codes of a step that lie side by side, unpacked together.
+    type Codes<S: Simd>: Copy;
+    /// How many there are.
+    const PARTS: usize;
 
-impl Int4 {
+    fn codes<S: Simd>(s: S, raw: &Self::Raw, part: usize) -> Self::Codes<S>;
+    /// Add the products of a part's codes with a row.
+    fn add_row<S: Simd>(s: S, sum: S::I32, codes: Self::Codes<S>, part: usize, row: &RowGroup) -> S::I32;
+    /// Scales, and minima where they are not all -128 scales.
+    fn scales<S: Simd>(s: S, raw: &Self::Raw) -> (S::F32, S::F32);
+}
+
+#[inline(always)]
+fn factors(row: &RowGroup, inputs: usize) -> &[i8; 4] {
+    bytemuck::cast_ref(&row[inputs])
+}
+
+impl Unpack for Int4 {
+    type Codes<S: Simd> = (S::Bytes, S::Bytes);
+    const PARTS: usize = GROUP_INPUTS / 8;
+
     #[inline(always)]
-    fn unpack<S: Simd>(s: S, raw: &<Self as Weights>::Raw) -> Unpacked<S> {
-        let (codes, halves) = raw.split_at(INT4_CODES);
-        let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
-        for (c, codes) in codes.as_chunks().0.iter().enumerate() {
-            (bytes[c], bytes[c + GROUP_INPUTS / 8]) = s.nibbles(s.stream_bytes(codes));
-        }
-        (bytes, half_lanes(s, &halves[..HALVES]), half_lanes(s, &halves[HALVES..]))
+    fn codes<S: Simd>(s: S, raw: &Self::Raw, part: usize) -> Self::Codes<S> {
+        s.nibbles(s.stream_bytes(raw[part * 4 * LANES..].first_chunk().expect("64 codes")))
+    }
+    #[inline(always)]
+    fn add_row<S: Simd>(s: S, sum: S::I32, codes: Self::Codes<S>, part: usize, row: &RowGroup) -> S::I32 {
+        let sum = s.dot_bytes(sum, codes.0, factors(row, part));
+        s.dot_bytes(sum, codes.1, factors(row, part + Self::PARTS))
+    }
+    #[inline(always)]
+    fn scales<S: Simd>(s: S, raw: &Self::Raw) -> (S::F32, S::F32) {
+        (half_lanes(s, &raw[INT4_CODES..][..HALVES]), half_lanes(s, &raw[INT4_CODES + HALVES..]))
     }
 }
 
-impl Int8 {
+impl Unpack for Int8 {
+    type Codes<S: Simd> = S::Bytes;
+    const PARTS: usize = GROUP_INPUTS / 4;
+
     #[inline(always)]
-    fn unpack<S: Simd>(s: S, raw: &<Self as Weights>::Raw) -> Unpacked<S> {
-        let (codes, halves) = raw.split_at(INT8_CODES);
-        let mut bytes = [s.load_bytes(&[0; 4 * LANES]); GROUP_INPUTS / 4];
-        for (bytes, codes) in bytes.iter_mut().zip(codes.as_chunks().0) {
-            *bytes = s.load_bytes(codes);
-        }
-        let scale = half_lanes(s, halves);
-        (bytes, scale, scale)
+    fn codes<S: Simd>(s: S, raw: &Self::Raw, part: usize) -> Self::Codes<S> {
+        s.stream_bytes(raw[part * 4 * LANES..].first_chunk().expect("64 codes"))
+    }
+    #[inline(always)]
+    fn add_row<S: Simd>(s: S, sum: S::I32, codes: Self::Codes<S>, part: usize, row: &RowGroup) -> S::I32 {
+        s.dot_bytes(sum, codes, factors(row, part))
+    }
+    #[inline(always)]
+    fn scales<S: Simd>(s: S, raw: &Self::Raw) -> (S::F32, S::F32) {
+        let scale = half_lanes(s, &raw[INT8_CODES..]);
+        (scale, scale)
     }
 }
 
@@ -128,36 +152,41 @@ fn half_lanes<S: Simd>(s: S, halves: &[u8]) -> S::F32 {
     s.load_f16(&bytemuck::pod_read_unaligned(halves))
 }
 
-/// Add one group's products with `R` rows to their sums. By step, row and panel in turn: a product waits for the one before
-/// it, and a factor is loaded once for both panels.
+/// Add one group's products with `M` rows to their sums. Codes are unpacked once for all rows, and a factor is loaded once for
+/// both panels.
 #[inline(always)]
-fn dot<S: Simd, const R: usize, const MINIMA: bool>(
+fn dot<S: Simd, F: Unpack, const M: usize, const MINIMA: bool>(
     s: S,
-    sums: &mut [[S::F32; GROUP]; R],
-    panels: &[Unpacked<S>; GROUP],
-    rows: [&RowGroup; R],
+    sums: &mut [[S::F32; GROUP]; M],
+    weights: &[F::Raw; GROUP],
+    rows: [&RowGroup; M],
 ) {
-    let mut whole = [[s.splat_i32(0); GROUP]; R];
+    let mut whole = [[s.splat_i32(0); GROUP]; M];
     if !MINIMA {
-        for r in 0..R {
-            whole[r] = [s.splat_i32(rows[r][SUM]); GROUP];
+        for m in 0..M {
+            whole[m] = [s.splat_i32(rows[m][SUM]); GROUP];
         }
     }
-    for k in 0..GROUP_INPUTS / 4 {
-        for r in 0..R {
+    for part in 0..F::PARTS {
+        let codes = [F::codes(s, &weights[0], part), F::codes(s, &weights[1], part)];
+        for m in 0..M {
             for p in 0..GROUP {
-                whole[r][p] = s.dot_bytes(whole[r][p], panels[p].0[k], bytemuck::cast_ref(&rows[r][k]));
+                whole[m][p] = F::add_row(s, whole[m][p], codes[p], part, rows[m]);
             }
         }
     }
-    for r in 0..R {
-        let factor = s.splat(f32::from_bits(rows[r][SCALE] as u32));
-        let sum = s.splat(f32::from_bits(rows[r][SUM] as u32));
-        for p in 0..GROUP {
-            let (_, scale, minimum) = panels[p];
-            let whole = s.to_f32(whole[r][p]);
-            let group = if MINIMA { s.mul_add(scale, whole, s.mul(minimum, sum)) } else { s.mul(scale, whole) };
-            sums[r][p] = s.mul_add(group, factor, sums[r][p]);
+    for p in 0..GROUP {
+        let (scale, minimum) = F::scales(s, &weights[p]);
+        for m in 0..M {
+            let factor = s.splat(f32::from_bits(rows[m][SCALE] as u32));
+            let whole = s.to_f32(whole[m][p]);
+            let group = if MINIMA {
+                let sum = s.splat(f32::from_bits(rows[m][SUM] as u32));
+                s.mul_add(scale, whole, s.mul(minimum, sum))
+            } else {
+                s.mul(scale, whole)
+            };
+            sums[m][p] = s.mul_add(group, factor, sums[m][p]);
         }
     }
 }
