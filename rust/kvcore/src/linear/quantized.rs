@@ -194,8 +194,12 @@ fn dot<S: Simd, F: Unpack, const M: usize, const MINIMA: bool>(
 /// A row's groups; zeros behind its end.
 #[inline(always)]
 fn round_row<S: Simd, const MINIMA: bool>(s: S, x: &[f32], out: &mut [RowGroup]) {
-    let (groups, rest) = x.as_chunks();
-    for (x, out) in groups.iter().zip(&mut *out) {
+    let (groups, rest) = x.as_chunks::<GROUP_INPUTS>();
+    let many = if S::ACCUMULATORS >= LANES { groups.len() / LANES * LANES } else { 0 };
+    for (x, out) in groups[..many].as_chunks().0.iter().zip(out.as_chunks_mut().0) {
+        round_groups::<S, MINIMA>(s, x, out);
+    }
+    for (x, out) in groups.iter().zip(&mut *out).skip(many) {
         round_group::<S, MINIMA>(s, x, out);
     }
     if !rest.is_empty() {
@@ -205,20 +209,27 @@ fn round_row<S: Simd, const MINIMA: bool>(s: S, x: &[f32], out: &mut [RowGroup])
     }
 }
 
+/// What is added to it becomes a whole number, ties to even, in the low bits.
+const WHOLE: f32 = 1.5 * (1 << 23) as f32;
+
+/// What the values of a group are multiplied by, from the largest of them, and what their codes stand for.
 #[inline(always)]
-fn round_group<S: Simd, const MINIMA: bool>(s: S, x: &[f32; GROUP_INPUTS], out: &mut RowGroup) {
-    /// What is added to it becomes a whole number, ties to even, in the low bits.
-    const WHOLE: f32 = 1.5 * (1 << 23) as f32;
-    let halves: &[[f32; LANES]; 2] = bytemuck::cast_ref(x);
-    let (low, high, zero) = (s.load(&halves[0]), s.load(&halves[1]), s.splat(0.0));
-    let magnitude = s.max(s.max(low, s.sub(zero, low)), s.max(high, s.sub(zero, high)));
-    let largest = s.reduce_max(magnitude);
+fn row_scale(largest: f32) -> (f32, f32) {
     // Below that the reciprocal is infinite; such rows are zeros.
     let inverse = if largest >= f32::MIN_POSITIVE * 256.0 && largest.is_finite() { 127.0 / largest } else { 0.0 };
-    let (low, high) = (s.mul(low, s.splat(inverse)), s.mul(high, s.splat(inverse)));
-    // Exact, and not a number if any value is none or infinite.
-    let sum = s.reduce_sum(s.add(s.round(low), s.round(high)));
-    let scale = if inverse > 0.0 { largest / 127.0 } else { 0.0 };
+    (inverse, if inverse > 0.0 { largest / 127.0 } else { 0.0 })
+}
+
+#[inline(always)]
+fn magnitude<S: Simd>(s: S, x: [S::F32; 2]) -> S::F32 {
+    let zero = s.splat(0.0);
+    s.max(s.max(x[0], s.sub(zero, x[0])), s.max(x[1], s.sub(zero, x[1])))
+}
+
+/// Codes of a group into `out`; returns the lanes of their sum, exact, and no numbers if any value is none or infinite.
+#[inline(always)]
+fn put_codes<S: Simd>(s: S, x: [S::F32; 2], inverse: f32, out: &mut RowGroup) -> S::F32 {
+    let (low, high) = (s.mul(x[0], s.splat(inverse)), s.mul(x[1], s.splat(inverse)));
     let mut bits = [[0.0; LANES]; 2];
     s.store(s.add(low, s.splat(WHOLE)), &mut bits[0]);
     s.store(s.add(high, s.splat(WHOLE)), &mut bits[1]);
@@ -226,8 +237,48 @@ fn round_group<S: Simd, const MINIMA: bool>(s: S, x: &[f32; GROUP_INPUTS], out: 
     for (code, bits) in codes.iter_mut().zip(bits.as_flattened()) {
         *code = bits.to_bits() as i8;
     }
+    s.add(s.round(low), s.round(high))
+}
+
+#[inline(always)]
+fn put_scale<const MINIMA: bool>(scale: f32, sum: f32, out: &mut RowGroup) {
     out[SCALE] = if sum.is_nan() { f32::NAN } else { scale }.to_bits() as i32;
     out[SUM] = if MINIMA { sum.to_bits() as i32 } else { -128 * sum as i32 };
+}
+
+/// As many groups as there are lanes: their largest values and their sums are found side by side.
+#[inline(always)]
+fn round_groups<S: Simd, const MINIMA: bool>(s: S, x: &[[f32; GROUP_INPUTS]; LANES], out: &mut [RowGroup; LANES]) {
+    let load = |x: &[f32; GROUP_INPUTS]| {
+        let halves: &[[f32; LANES]; 2] = bytemuck::cast_ref(x);
+        [s.load(&halves[0]), s.load(&halves[1])]
+    };
+    let mut lanes = [s.splat(0.0); LANES];
+    for i in 0..LANES {
+        lanes[i] = magnitude(s, load(&x[i]));
+    }
+    let (mut largest, mut inverses, mut scales) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
+    s.store(s.max_of_each(lanes), &mut largest);
+    for i in 0..LANES {
+        (inverses[i], scales[i]) = row_scale(largest[i]);
+    }
+    for i in 0..LANES {
+        lanes[i] = put_codes(s, load(&x[i]), inverses[i], &mut out[i]);
+    }
+    let mut sums = [0.0; LANES];
+    s.store(s.sum_of_each(lanes), &mut sums);
+    for i in 0..LANES {
+        put_scale::<MINIMA>(scales[i], sums[i], &mut out[i]);
+    }
+}
+
+#[inline(always)]
+fn round_group<S: Simd, const MINIMA: bool>(s: S, x: &[f32; GROUP_INPUTS], out: &mut RowGroup) {
+    let halves: &[[f32; LANES]; 2] = bytemuck::cast_ref(x);
+    let x = [s.load(&halves[0]), s.load(&halves[1])];
+    let (inverse, scale) = row_scale(s.reduce_max(magnitude(s, x)));
+    let sum = s.reduce_sum(put_codes(s, x, inverse, out));
+    put_scale::<MINIMA>(scale, sum, out);
 }
 
 /// The smallest half that is not below `x`: codes of a scale that was rounded down would not reach the ends.

@@ -107,6 +107,16 @@ macro_rules! f32_in_one_register {
             }
         }
         #[inline(always)]
+        fn max_of_each(self, x: [__m512; LANES]) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { of_each!(x, _mm512_max_ps) }
+        }
+        #[inline(always)]
+        fn sum_of_each(self, x: [__m512; LANES]) -> __m512 {
+            // SAFETY: `self` proves the feature.
+            unsafe { of_each!(x, _mm512_add_ps) }
+        }
+        #[inline(always)]
         fn round_bf16(self, x: __m512) -> __m512 {
             // SAFETY: `self` proves the feature.
             unsafe {
@@ -182,6 +192,32 @@ macro_rules! f32_in_one_register {
     };
 }
 pub(super) use f32_in_one_register;
+
+/// 16 vectors, each reduced by `$op` to a lane of one: what two vectors have side by side is brought below each other, so that
+/// each step halves the vectors.
+macro_rules! of_each {
+    ($x:ident, $op:ident) => {{
+        let mut two = [$x[0]; 8];
+        for i in 0..8 {
+            let (a, b) = ($x[2 * i], $x[2 * i + 1]);
+            two[i] = $op(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        }
+        let mut four = [$x[0]; 4];
+        for i in 0..4 {
+            let (a, b) = (_mm512_castps_pd(two[2 * i]), _mm512_castps_pd(two[2 * i + 1]));
+            let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+            four[i] = $op(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        }
+        let mut eight = [$x[0]; 2];
+        for i in 0..2 {
+            let (a, b) = (four[2 * i], four[2 * i + 1]);
+            eight[i] = $op(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+        }
+        let [a, b] = eight;
+        $op(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
+    }};
+}
+pub(super) use of_each;
 
 /// The first and the second of 16 pairs of 8-bit integers, as f32.
 ///

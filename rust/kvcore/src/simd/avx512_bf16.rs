@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::avx512::{Avx512, Unaligned, f32_in_one_register, widen_int8};
+use super::avx512::{Avx512, Unaligned, f32_in_one_register, of_each, widen_int8};
 use super::math;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;

@@ -94,6 +94,17 @@ impl<S: Simd> Work<S> for Suite {
         }
         assert_eq!(s.reduce_max(b), other[LANES - 1]);
         assert!((s.reduce_sum(b) - other.iter().sum::<f32>()).abs() < 1e-5);
+        // 16 vectors of whole numbers, whose sums are exact in any order.
+        let rows: [[f32; LANES]; LANES] = std::array::from_fn(|i| std::array::from_fn(|j| ((i * 37 + j * 11) % 64) as f32));
+        let mut vectors = [a; LANES];
+        for i in 0..LANES {
+            vectors[i] = s.load(&rows[i]);
+        }
+        let (max, sum) = (out(s.max_of_each(vectors)), out(s.sum_of_each(vectors)));
+        for i in 0..LANES {
+            assert_eq!(max[i], rows[i].iter().copied().fold(0.0, f32::max), "{} max_of_each {i}", S::NAME);
+            assert_eq!(sum[i], rows[i].iter().sum::<f32>(), "{} sum_of_each {i}", S::NAME);
+        }
 
         // Each of a pair on its own: multiplied by one and by zero, added to zero.
         let mut ones: [S::Factor; LANES / 2] = [bytemuck::Zeroable::zeroed(); LANES / 2];
@@ -155,6 +166,34 @@ impl<S: Simd> Work<S> for Suite {
             }
         }
         assert!(out(s.store_weights(s.splat(f32::NAN), &mut [bytemuck::Zeroable::zeroed(); LANES / 2]))[0].is_nan());
+
+        // Two at a time: the same weights; their sum is that of what is stored.
+        for step in 0..100 {
+            let x = [0, 1].map(|k| lanes(|i| ((step * 2 + k) * LANES + i) as f32 / 3200.0));
+            let (mut one, mut two) = ([bytemuck::Zeroable::zeroed(); LANES / 2], [bytemuck::Zeroable::zeroed(); LANES]);
+            let sum = out(s.add_two_weights(s.splat(0.5), x.map(|x| s.load(&x)), &mut two));
+            let mut expected = 8.0;
+            for (x, two) in x.iter().zip(two.chunks_exact(LANES / 2)) {
+                expected += out(s.store_weights(s.load(x), &mut one)).iter().map(|&x| f64::from(x)).sum::<f64>();
+                assert_eq!(bytemuck::cast_slice::<_, u8>(&one), bytemuck::cast_slice(two), "{} {step}", S::NAME);
+            }
+            let sum: f64 = sum.iter().map(|&x| f64::from(x)).sum();
+            assert!((sum - expected).abs() <= 1e-5 * expected, "{} {sum} {expected}", S::NAME);
+        }
+        // The short power of two over all that weights may be; what is hidden has none.
+        for step in 0..2600 {
+            let x = lanes(|i| (step * LANES + i) as f32 / -300.0);
+            let power = out(s.exp2_short(s.load(&x)));
+            for i in 0..LANES {
+                let (truth, power) = (f64::from(x[i]).exp2(), f64::from(power[i]));
+                let near = if x[i] >= -126.0 { (power - truth).abs() <= 5e-6 * truth } else { power <= 1.2e-38 };
+                assert!(near, "{} exp2_short({}) = {power} not {truth}", S::NAME, x[i]);
+            }
+        }
+        let hidden = [f32::NEG_INFINITY, -127.0, 0.0, f32::NAN];
+        let ends = s.exp2_short(s.load(&lanes(|i| hidden[i % 4])));
+        let ends = out(s.store_weights(ends, &mut [bytemuck::Zeroable::zeroed(); LANES / 2]));
+        assert!(ends[0] == 0.0 && ends[1] == 0.0 && ends[2] == 1.0 && ends[3].is_nan(), "{} {ends:?}", S::NAME);
 
         // tanh against f64, near 0 and far from it.
         for step in -1500..1500 {

@@ -172,4 +172,24 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
         lanes[0]
     }
+
+    /// The largest lane of each of 16 vectors, as [`Self::reduce_max`].
+    #[inline(always)]
+    fn max_of_each(self, x: [Self::F32; LANES]) -> Self::F32 {
+        let mut lanes = [0.0; LANES];
+        for i in 0..LANES {
+            lanes[i] = self.reduce_max(x[i]);
+        }
+        self.load(&lanes)
+    }
+
+    /// The sum of each of 16 vectors' lanes, in any order.
+    #[inline(always)]
+    fn sum_of_each(self, x: [Self::F32; LANES]) -> Self::F32 {
+        let mut lanes = [0.0; LANES];
+        for i in 0..LANES {
+            lanes[i] = self.reduce_sum(x[i]);
+        }
+        self.load(&lanes)
+    }
 }
