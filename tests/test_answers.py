@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -162,7 +164,12 @@ def test_timeouts() -> None:
     params = SamplingParams(max_tokens=700, ignore_eos=True, temperature=0)
     outputs = llm.generate([[1], [2, 3]], params, timeout=0.0)
     assert [(o.finish_reason, o.outputs[0].stop_reason, o.token_ids) for o in outputs] == [("abort", "timeout", [])] * 2
-    (output,) = llm.generate([[1]], params, timeout=0.05)
+
+    def slowly(token_ids: Any, logits: Any) -> Any:
+        time.sleep(0.002)  # 700 tokens take longer than the timeout on any machine
+        return logits
+
+    (output,) = llm.generate([[1]], replace(params, logits_processors=[slowly]), timeout=0.5)
     assert output.finish_reason == "abort"
     assert 0 < len(output.token_ids) < 700
     llm.cache.check_empty()

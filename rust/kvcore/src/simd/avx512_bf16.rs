@@ -204,8 +204,10 @@ impl Simd for Avx512Bf16 {
         // SAFETY: `self` proves the features; 64 bytes are writable behind `out`, at any alignment; all types are 512 plain bits.
         unsafe {
             let pairs = _mm512_cvtne2ps_pbh(x[1], x[0]);
-            _mm512_storeu_si512(out.as_mut_ptr().cast(), std::mem::transmute(pairs));
-            _mm512_dpbf16_ps(sum, pairs, std::mem::transmute(_mm512_set1_epi32(0x3f80_3f80)))
+            let bits: __m512i = std::mem::transmute(pairs);
+            _mm512_storeu_si512(out.as_mut_ptr().cast(), bits);
+            let ones: __m512bh = std::mem::transmute(_mm512_set1_epi32(0x3f80_3f80));
+            _mm512_dpbf16_ps(sum, pairs, ones)
         }
     }
     #[inline(always)]

@@ -95,7 +95,8 @@ impl<S: Simd> Work<S> for Suite {
         assert_eq!(s.reduce_max(b), other[LANES - 1]);
         assert!((s.reduce_sum(b) - other.iter().sum::<f32>()).abs() < 1e-5);
         // 16 vectors of whole numbers, whose sums are exact in any order.
-        let rows: [[f32; LANES]; LANES] = std::array::from_fn(|i| std::array::from_fn(|j| ((i * 37 + j * 11) % 64) as f32));
+        let rows: [[f32; LANES]; LANES] =
+            std::array::from_fn(|i| std::array::from_fn(|j| ((i * 37 + j * 11) % 64) as f32));
         let mut vectors = [a; LANES];
         for i in 0..LANES {
             vectors[i] = s.load(&rows[i]);
@@ -175,7 +176,12 @@ impl<S: Simd> Work<S> for Suite {
             let mut expected = 8.0;
             for (x, two) in x.iter().zip(two.chunks_exact(LANES / 2)) {
                 expected += out(s.store_weights(s.load(x), &mut one)).iter().map(|&x| f64::from(x)).sum::<f64>();
-                assert_eq!(bytemuck::cast_slice::<_, u8>(&one), bytemuck::cast_slice(two), "{} {step}", S::NAME);
+                assert_eq!(
+                    bytemuck::cast_slice::<_, u8>(&one),
+                    bytemuck::cast_slice::<_, u8>(two),
+                    "{} {step}",
+                    S::NAME
+                );
             }
             let sum: f64 = sum.iter().map(|&x| f64::from(x)).sum();
             assert!((sum - expected).abs() <= 1e-5 * expected, "{} {sum} {expected}", S::NAME);
