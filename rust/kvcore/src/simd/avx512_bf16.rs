@@ -187,17 +187,14 @@ impl Simd for Avx512Bf16 {
     }
     #[inline(always)]
     fn exp2_short(self, x: __m512) -> __m512 {
-        /// What is added to it is rounded to a whole number, which its low bits then are.
+        /// What is added to it is rounded to a whole number.
         const WHOLE: f32 = 1.5 * (1 << 23) as f32;
-        // Below -126.4 the power is subnormal, and 0 as soon as it is rounded to bf16. The bound keeps a NaN.
-        let bits = self.add(self.max(self.splat(-126.4), x), self.splat(WHOLE));
-        let r = self.sub(self.max(self.splat(-126.4), x), self.sub(bits, self.splat(WHOLE)));
-        let p = math::exp2_short_of(self, r);
-        // SAFETY: `self` proves the features; a whole number is added to the exponent of `p`, which is near 1.
-        unsafe {
-            let n = _mm512_slli_epi32::<23>(_mm512_castps_si512(bits));
-            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), n))
-        }
+        // The bound, below which weights are 0 as soon as they are rounded to bf16, keeps a NaN, and so does `scalef`.
+        let x = self.max(self.splat(-127.0), x);
+        let n = self.sub(self.add(x, self.splat(WHOLE)), self.splat(WHOLE));
+        let p = math::exp2_short_of(self, self.sub(x, n));
+        // SAFETY: `self` proves the feature.
+        unsafe { _mm512_scalef_ps(p, n) }
     }
     #[inline(always)]
     fn add_two_weights(self, sum: __m512, x: [__m512; 2], out: &mut [u32; LANES]) -> __m512 {
