@@ -204,3 +204,18 @@ def test_bad_settings_are_refused() -> None:
             make_cache(**bad)
     with pytest.raises(TypeError, match="prefix_ttl"):
         make_cache(prefix_ttl="long")
+
+
+def test_what_is_written_over_for_want_of_a_block_was_evicted() -> None:
+    cache = make_cache(num_blocks=2, max_events=100)
+    tokens = keep(cache, 1, tokens=22)
+    cache.events()
+    # It shares 20 tokens and has no block to copy the last 4 of these into.
+    seq = cache.add(tokens[:21].tolist())
+    assert seq.num_cached_tokens == 20
+    cache.plan([(seq, 1)])
+    removed = [e["cause"] for e in cache.events()["events"] if e["type"] == "removed"]
+    assert removed == ["lru"]
+    assert cache.stats()["evicted_lru"] == 1
+    cache.free(seq)
+    assert_no_leak(cache)

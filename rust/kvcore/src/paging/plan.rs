@@ -268,8 +268,8 @@ impl Blocks {
             way => {
                 if let (Way::Unpublish, Some(node)) = (way, self.groups[group].pool.node(*block)) {
                     // Unpublishing, instead of copying, keeps the promise that a lone sequence never needs more than
-                    // ceil(tokens / block_size) blocks.
-                    self.drop_place(node, group, Cause::Replaced);
+                    // ceil(tokens / block_size) blocks. What was only found is lost for want of a free block.
+                    self.drop_place(node, group, if borrowed { Cause::Lru } else { Cause::Replaced });
                 }
                 if borrowed {
                     self.groups[group].pool.unlend(*block);
