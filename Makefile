@@ -92,7 +92,7 @@ lock: $(VENV)/.created ## pin the newest versions of all Python dependencies
 		--custom-compile-command "make lock" --output-file requirements/dev.txt pyproject.toml requirements/dev.in
 
 # The extension, optimised, importable from the work tree; cargo builds only what has changed.
-develop: $(VENV)/.dev
+develop: $(VENV)/.dev ## build the extension into .venv, to work on the project
 	$(BIN)/maturin develop --release $(CARGO_FLAGS)
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.created

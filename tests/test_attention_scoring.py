@@ -147,3 +147,19 @@ def test_the_articles_example_as_a_map() -> None:
     weights = cache.attention_weights(0, batch, q, rows=[2], scale=1.0)
     np.testing.assert_allclose(weights[0, 0], [0.94, 0.05, 0.02], atol=0.005)
     np.testing.assert_allclose(cache.attend(0, batch, q, 1.0)[2, 0], [0.94, 0.08, 0.98, 0.94], atol=0.005)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 3, 40, 300])
+def test_scores_of_any_size_give_the_values_of_the_largest(dtype: str, tokens: int) -> None:
+    """The largest score has weight 1 exactly, however large it is: no rounding of it may take part."""
+    cache = KVCache(num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=20, dtype=dtype, num_threads=1)
+    seq = cache.add(list(range(tokens)), use_prefix=False)
+    batch = cache.plan([(seq, tokens)])
+    k, v = np.full((2, tokens, 1, 2), [[[[0.5]]], [[[-2.0]]]], np.float32)
+    k[-1], v[-1] = 1, 1.5
+    cache.write(0, batch, k, v)
+    q = np.full((tokens, 1, 2), [1.3, 0.37], np.float32)
+    for scale in np.geomspace(2e3, 1e35, 80).astype(np.float32):
+        out = cache.attend(0, batch, q, float(scale))
+        np.testing.assert_allclose(out[-1], 1.5, rtol=5e-3, err_msg=f"scale {scale}")

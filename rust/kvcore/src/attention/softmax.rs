@@ -1,7 +1,7 @@
 //! From scores to weights, and the merge of partial softmaxes.
 //!
 //! ```text
-//! plain     m = max(score) * scale;  w = 2^(score * scale - m), rounded;  l = sum(w)
+//! plain     m = max(score);  w = 2^((score - m) * scale), rounded;  l = sum(w);  m = m * scale
 //! weights   x = score * scale [* K's scale of the token]; softcap; bias;  m = max(x);  w = 2^(x - m), rounded;  l = sum(w)
 //! merge     m' = max(m, m2);  l' = l 2^(m - m') + l2 2^(m2 - m');  acc likewise
 //! sink      l' = l + 2^(sink - m), with m the larger of both
@@ -51,21 +51,23 @@ impl<S: Simd, F: Format> Work<S> for Plain<'_, S, F> {
         let Self { unit, visible, scores, weights, max, sum } = self;
         let seeing = || visible.iter().enumerate().filter(|(_, visible)| !visible.is_empty());
         for (query, visible) in seeing() {
-            max[query] = largest(s, visible, &mut scores[query]) * unit;
+            max[query] = largest(s, visible, &mut scores[query]);
         }
         for (query, visible) in seeing() {
             let tiles = tiles_of(visible);
             let scores = &scores[query].as_chunks::<LANES>().0[tiles.clone()];
             let mut outs = weights[query][tiles.start * TILE / F::STEP..].chunks_exact_mut(TILE / F::STEP * 2);
-            let (factor, less, mut lanes) = (s.splat(unit), s.splat(-max[query]), s.splat(0.0));
+            // The largest is 0 exactly, whatever its size: scaled before it is subtracted it would be so only if both are rounded.
+            let (factor, largest, mut lanes) = (s.splat(unit), s.splat(max[query]), s.splat(0.0));
+            max[query] *= unit;
             let (pairs, last) = scores.as_chunks::<2>();
             for ([a, b], out) in pairs.iter().zip(&mut outs) {
-                let a = F::exp2(s, s.mul_add(s.load(a), factor, less));
-                let b = F::exp2(s, s.mul_add(s.load(b), factor, less));
+                let a = F::exp2(s, s.mul(s.sub(s.load(a), largest), factor));
+                let b = F::exp2(s, s.mul(s.sub(s.load(b), largest), factor));
                 lanes = F::add_two_weights(s, lanes, [a, b], out);
             }
             if let [last] = last {
-                let x = F::exp2(s, s.mul_add(s.load(last), factor, less));
+                let x = F::exp2(s, s.mul(s.sub(s.load(last), largest), factor));
                 let out = &mut weights[query][(tiles.end - 1) * TILE / F::STEP..][..TILE / F::STEP];
                 lanes = s.add(lanes, F::store_weights(s, x, out));
             }

@@ -1,7 +1,7 @@
 //! Products of packed weights with 1..N rows.
 //!
 //! ```text
-//! for each group of 32 outputs: for each slice of its steps: for each tile of up to 12 rows:
+//! for each group of 32 outputs: for each slice of its steps: for each tile of up to 12 rows (6 of bytes):
 //!   sums[m][g] += coefs[row + m][i] * weights[i][g]    for i in the slice, in order
 //! ```
 //! Sums that wait for the next slice of inputs are stored and loaded again exactly, so slicing changes no bit.
