@@ -75,7 +75,12 @@ pub enum HeadBias<'a> {
 impl<'a> Scoring<'a> {
     /// Whether there is nothing but the scale.
     pub fn is_plain(&self) -> bool {
-        self.softcap.is_none() && self.sinks.is_none() && matches!(self.bias, Bias::None)
+        self.only_scales() && self.sinks.is_none()
+    }
+
+    /// Whether nothing but the scale is done to scores; sinks come into the sum afterwards.
+    pub(super) fn only_scales(&self) -> bool {
+        self.softcap.is_none() && matches!(self.bias, Bias::None)
     }
 
     /// # Errors

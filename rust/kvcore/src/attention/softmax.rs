@@ -128,10 +128,6 @@ impl<S: Simd, F: Format> Work<S> for Weights<'_, S, F> {
     #[inline(always)]
     fn run(mut self, s: S) -> (f32, f32) {
         let max = match (self.softcap, self.bias, self.chunk.scales()) {
-            (None, HeadBias::None, None) => {
-                let scale = s.splat(self.scale * LOG2_E);
-                self.scaled(s, |_, x| s.mul(x, scale))
-            }
             (None, HeadBias::None, Some(scales)) => {
                 let scale = s.splat(self.scale * LOG2_E);
                 self.scaled(s, |t, x| s.mul(s.mul(x, scale), s.load(scales.k[t])))

@@ -23,7 +23,7 @@
 use std::ops::Range;
 
 use super::ahead::{Ahead, MAX_TILES};
-use super::chunk::{Buffers, CHUNK, Context, TILES};
+use super::chunk::{Buffers, CHUNK, Context, HeadChunk, TILES};
 use super::products::{self, MAX_M, Shared, tile_size, tiles_of};
 use super::scoring::Scoring;
 use super::softmax::{Merge, Plain, Weights};
@@ -390,37 +390,8 @@ impl QueryTile<'_> {
                 }
             }
             for r in registers {
-                let head = self.heads.start + r.head;
-                let (scale, softcap) = (self.scoring.scale * self.view.k_scale(head), self.scoring.softcap);
-                let queries = r.first..r.first + r.m;
-                let mut unit = 1.0;
-                if self.scoring.is_plain() && chunk.head(r.head).scales().is_none() && scale > 0.0 {
-                    unit = scale * std::f32::consts::LOG2_E;
-                    s.run(Plain::<S, F> {
-                        unit,
-                        visible: r.visible(),
-                        scores: &mut scores[r.first - start..][..r.m],
-                        weights: &mut weights[r.first - start..][..r.m],
-                        max: &mut partial.m[queries.clone()],
-                        sum: &mut partial.l[queries.clone()],
-                    });
-                } else {
-                    for (query, visible) in queries.clone().zip(r.visible()).filter(|(_, visible)| !visible.is_empty())
-                    {
-                        let weights = Weights::<S, F> {
-                            chunk: chunk.head(r.head),
-                            scale,
-                            softcap,
-                            bias: self.scoring.bias_of(self.q_head(query), self.q_heads()),
-                            first_token: c * CHUNK,
-                            position: self.row(query).position,
-                            visible: visible.clone(),
-                            scores: &mut scores[query - start],
-                            weights: &mut weights[query - start],
-                        };
-                        (partial.m[query], partial.l[query]) = s.run(weights);
-                    }
-                }
+                let (queries, of) = (r.first..r.first + r.m, r.first - start..r.first - start + r.m);
+                let unit = self.weigh(s, c, r, chunk.head(r.head), &mut scores[of.clone()], &mut weights[of], partial);
                 for (query, visible) in queries.zip(r.visible()) {
                     observe(query, c * CHUNK, visible.clone(), &scores[query - start], unit);
                 }
@@ -448,6 +419,44 @@ impl QueryTile<'_> {
                 }
             }
         }
+    }
+
+    /// The weights of a register tile from its scores (one row for each of its queries, as `weights` has), and with them the
+    /// maxima and sums of `partial`. Returns what the scores are to be multiplied by to be in base-2 units.
+    #[allow(clippy::too_many_arguments)] // A step of `chunk`, and what it works on.
+    fn weigh<S: Simd, F: Format>(
+        &self,
+        s: S,
+        c: usize,
+        r: &RegisterTile,
+        chunk: HeadChunk<'_, F>,
+        scores: &mut [[f32; CHUNK]],
+        weights: &mut [[F::Coef<S>; CHUNK]],
+        partial: &mut Partial,
+    ) -> f32 {
+        let scale = self.scoring.scale * self.view.k_scale(self.heads.start + r.head);
+        let queries = r.first..r.first + r.m;
+        if self.scoring.only_scales() && chunk.scales().is_none() && scale > 0.0 {
+            let (unit, visible) = (scale * std::f32::consts::LOG2_E, r.visible());
+            let (max, sum) = (&mut partial.m[queries.clone()], &mut partial.l[queries]);
+            s.run(Plain::<S, F> { unit, visible, scores, weights, max, sum });
+            return unit;
+        }
+        for (i, (query, visible)) in queries.zip(r.visible()).enumerate().filter(|(_, (_, seen))| !seen.is_empty()) {
+            let weights = Weights::<S, F> {
+                chunk,
+                scale,
+                softcap: self.scoring.softcap,
+                bias: self.scoring.bias_of(self.q_head(query), self.q_heads()),
+                first_token: c * CHUNK,
+                position: self.row(query).position,
+                visible: visible.clone(),
+                scores: &mut scores[i],
+                weights: &mut weights[i],
+            };
+            (partial.m[query], partial.l[query]) = s.run(weights);
+        }
+        1.0
     }
 
     /// Merge chunk `c` into the running state of the queries that see any of it.

@@ -12,6 +12,7 @@
 //! while all row tiles pass over it, which is what prefill asks for.
 #![deny(unsafe_code)]
 
+mod ahead;
 mod blocks;
 #[allow(unsafe_code, reason = "memory for many layers in one mapping")]
 mod buffer;
@@ -20,6 +21,7 @@ mod heads;
 mod pack;
 mod product;
 mod quantized;
+mod row_group;
 mod rows;
 
 use crate::shape::{expect_len, rows_of};

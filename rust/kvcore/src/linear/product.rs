@@ -12,6 +12,7 @@
 
 use std::ops::Range;
 
+use super::ahead::{Ahead, LINE};
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use crate::Result;
 use crate::simd::{Format, LANES, Simd, Work};
@@ -25,10 +26,6 @@ const FEW: usize = 4;
 const PAGE: usize = 4 << 10;
 /// Bytes of the next layer that waiting threads ask for at most: what the L2 cache holds.
 const EXPECTED: usize = 1 << 20;
-/// Bytes of a cache line.
-const LINE: usize = 64;
-/// Lines that are asked for at once.
-const BURST: usize = 4;
 /// Multiply-adds that are worth handing to another thread.
 const TASK: usize = 1 << 18;
 /// Rows of a task: their factors stay in the L2 or L3 cache while the weights stream past.
@@ -231,35 +228,6 @@ struct Tile<'t, 'a, S: Simd, F: Weights> {
     start: usize,
     end: usize,
     ahead: &'t mut Ahead,
-}
-
-/// What is asked for while a slice is multiplied with rows: the slice behind it, at an even pace over all tiles of rows.
-/// The processor alone looks too few steps ahead where each step has many products.
-struct Ahead {
-    at: *const u8,
-    /// Tiles that pass over the slice: together they ask for as much as it holds.
-    tiles: usize,
-    /// Lines that are due, times `tiles`.
-    due: usize,
-}
-
-impl Ahead {
-    fn of<T>(slice: &[T], tiles: usize) -> Self {
-        Self { at: slice.as_ptr_range().end.cast(), tiles, due: 0 }
-    }
-
-    /// One tile has gone through one step of `lines` lines.
-    #[inline(always)]
-    fn step<S: Simd>(&mut self, s: S, lines: usize) {
-        self.due += lines;
-        while self.due >= BURST * self.tiles {
-            for line in 0..BURST {
-                s.prefetch(self.at.wrapping_add(line * LINE));
-            }
-            self.at = self.at.wrapping_add(BURST * LINE);
-            self.due -= BURST * self.tiles;
-        }
-    }
 }
 
 impl<S: Simd, F: Weights> Tile<'_, '_, S, F> {

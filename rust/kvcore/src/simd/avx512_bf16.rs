@@ -3,7 +3,6 @@
 use std::arch::x86_64::*;
 
 use super::avx512::{Avx512, Unaligned, f32_in_one_register, of_each, widen_int8};
-use super::math;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
@@ -184,17 +183,6 @@ impl Simd for Avx512Bf16 {
             _mm256_storeu_si256(out.as_mut_ptr().cast(), halves);
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
         }
-    }
-    #[inline(always)]
-    fn exp2_short(self, x: __m512) -> __m512 {
-        /// What is added to it is rounded to a whole number.
-        const WHOLE: f32 = 1.5 * (1 << 23) as f32;
-        // The bound, below which weights are 0 as soon as they are rounded to bf16, keeps a NaN, and so does `scalef`.
-        let x = self.max(self.splat(-127.0), x);
-        let n = self.sub(self.add(x, self.splat(WHOLE)), self.splat(WHOLE));
-        let p = math::exp2_short_of(self, self.sub(x, n));
-        // SAFETY: `self` proves the feature.
-        unsafe { _mm512_scalef_ps(p, n) }
     }
     #[inline(always)]
     fn add_two_weights(self, sum: __m512, x: [__m512; 2], out: &mut [u32; LANES]) -> __m512 {

@@ -168,7 +168,7 @@ macro_rules! paired {
             }
             #[inline(always)]
             fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32 {
-                s.exp2_short(x)
+                math::exp2_short(s, x)
             }
             #[inline(always)]
             fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) -> S::F32 {

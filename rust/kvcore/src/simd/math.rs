@@ -21,15 +21,7 @@ pub fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32 {
 /// The polynomial of degree 4 with the smallest largest error among those that are 1 at 0.
 #[inline(always)]
 pub fn exp2_short<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    exp2_by(s, x, SHORT)
-}
-
-const SHORT: [f32; 4] = [9.582_853e-3, 5.590_643e-2, 2.402_41e-1, 6.931_242e-1];
-
-/// [`exp2_short`] for `r` in [-0.5, 0.5].
-#[inline(always)]
-pub fn exp2_short_of<S: Simd>(s: S, r: S::F32) -> S::F32 {
-    polynomial(s, r, SHORT)
+    exp2_by(s, x, [9.582_853e-3, 5.590_643e-2, 2.402_41e-1, 6.931_242e-1])
 }
 
 /// By the coefficients of a polynomial, from the highest to the first; the last is 1.
@@ -38,16 +30,12 @@ fn exp2_by<S: Simd, const N: usize>(s: S, x: S::F32, coefficients: [f32; N]) -> 
     // The clamp keeps a NaN, which `max` passes on from its second operand.
     let x = s.max(s.splat(-127.0), x);
     let n = s.round(x);
-    s.mul(polynomial(s, s.sub(x, n), coefficients), s.pow2(n))
-}
-
-#[inline(always)]
-fn polynomial<S: Simd, const N: usize>(s: S, r: S::F32, coefficients: [f32; N]) -> S::F32 {
+    let r = s.sub(x, n);
     let mut p = s.splat(coefficients[0]);
     for c in &coefficients[1..] {
         p = s.mul_add(p, r, s.splat(*c));
     }
-    s.mul_add(p, r, s.splat(1.0))
+    s.mul(s.mul_add(p, r, s.splat(1.0)), s.pow2(n))
 }
 
 /// `x * sigmoid(x)`, also known as swish; exact limits at both ends (0 and x).

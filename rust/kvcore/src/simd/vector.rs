@@ -1,8 +1,6 @@
 //! The small vector trait that every algorithm is written over.
 #![forbid(unsafe_code)]
 
-use super::math;
-
 /// Logical lanes of every level: a block of the cache has 16 tokens, a panel of weights 16 outputs.
 pub const LANES: usize = 16;
 
@@ -117,11 +115,6 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let (first, second) = out.split_at_mut(LANES / 2);
         let sum = self.add(sum, self.store_weights(x[0], first.first_chunk_mut().expect("8 factors")));
         self.add(sum, self.store_weights(x[1], second.first_chunk_mut().expect("8 factors")))
-    }
-    /// [`math::exp2_short`], or as near to `2^x` by other operations.
-    #[inline(always)]
-    fn exp2_short(self, x: Self::F32) -> Self::F32 {
-        math::exp2_short(self, x)
     }
     /// `acc + x.0 * q.0 + x.1 * q.1` per lane. By reference: broadcasts straight from memory cost no arithmetic port.
     fn dot_pair(self, acc: Self::F32, x: Self::Pair, q: &Self::Factor) -> Self::F32;
