@@ -23,6 +23,8 @@ mod product;
 mod quantized;
 mod row_group;
 mod rows;
+mod tiled;
+mod tiled_bytes;
 
 use crate::shape::{expect_len, rows_of};
 use crate::simd::{Bf16, F16, F32, Format, Level};

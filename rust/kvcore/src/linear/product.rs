@@ -14,8 +14,9 @@ use std::ops::Range;
 
 use super::ahead::{Ahead, LINE};
 use super::pack::{GROUP, GROUP_OUTPUTS};
+use super::tiled;
 use crate::Result;
-use crate::simd::{Format, LANES, Simd, Work};
+use crate::simd::{Format, LANES, Pairs, Simd, TILE_ROWS, TILE_WORDS, Work};
 use crate::threads::{ShouldStop, Threads};
 
 /// Bytes of a slice of a group that all row tiles pass over: it stays in the L2 cache.
@@ -30,6 +31,8 @@ const EXPECTED: usize = 1 << 20;
 const TASK: usize = 1 << 18;
 /// Rows of a task: their factors stay in the L2 or L3 cache while the weights stream past.
 const TASK_ROWS: usize = 256;
+/// Bytes of a task's factors for tile registers, which pass over them once for each group: what the L2 cache holds.
+const TILED_BYTES: usize = 1 << 20;
 /// Tasks per thread: enough that a thread that was held up does not hold up the others.
 const TASKS_PER_THREAD: usize = 4;
 
@@ -44,6 +47,13 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
     /// Rows of the largest tile, where a level has many registers: with 12 its sums, a step's weights and a factor fill 32.
     const MOST_ROWS: usize = 12;
 
+    /// One step of a row, as tile registers multiply it.
+    type TileCoef: bytemuck::Pod + Send + Sync;
+    /// Steps that these take at once.
+    const TILE_STEPS: usize;
+    /// Rows from which on these multiply.
+    const TILED_FROM: usize;
+
     /// A row's steps, the last filled up with zeros.
     fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]);
     /// Add one step's products with `M` rows to their sums.
@@ -53,12 +63,21 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
         weights: &[Self::Raw; GROUP],
         coefs: [&Self::Coef<S>; M],
     );
+
+    /// A row's steps for tile registers, the last filled up with zeros.
+    fn tile_coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::TileCoef]);
+    /// A task by tile registers. Behind a row's steps are zeros up to a multiple of [`Self::TILE_STEPS`].
+    fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, Self::TileCoef>);
 }
 
 impl<F: Format<Raw: Send + Sync>> Weights for F {
     type Raw = <F as Format>::Raw;
     type Coef<S: Simd> = <F as Format>::Coef<S>;
     const STEP: usize = <F as Format>::STEP;
+    type TileCoef = u32;
+    const TILE_STEPS: usize = TILE_WORDS;
+    // Pairs of bf16 alone; with one row as with many, since the bits of their sums are their own.
+    const TILED_FROM: usize = if Self::STEP == 2 && size_of::<F::Raw>() == size_of::<Pairs>() { 1 } else { usize::MAX };
 
     #[inline(always)]
     fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]) {
@@ -79,6 +98,15 @@ impl<F: Format<Raw: Send + Sync>> Weights for F {
             }
         }
     }
+
+    #[inline(always)]
+    fn tile_coefs<S: Simd>(s: S, x: &[f32], out: &mut [u32]) {
+        tiled::round_row(s, x, out);
+    }
+    #[inline(always)]
+    fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, u32>) {
+        tiled::run(s, tiles, task);
+    }
 }
 
 /// Packed weights `[groups][steps]` and what belongs to them.
@@ -94,22 +122,24 @@ pub(super) struct Layer<'a, F: Weights> {
 }
 
 impl<F: Weights> Layer<'_, F> {
-    /// `out = coefs @ W.T + b` or `out +=` it; `coefs`: `[rows, stride]`.
-    pub(super) fn forward<S: Simd>(
+    /// `out = coefs @ W.T + b` or `out +=` it, by tasks of up to `task_rows` rows; `coefs`: `[rows, stride]`.
+    #[allow(clippy::too_many_arguments)] // What a caller gave, and how it is multiplied.
+    fn forward<C: bytemuck::Pod + Send + Sync>(
         &self,
-        s: S,
         threads: &Threads,
-        coefs: &[F::Coef<S>],
+        coefs: &[C],
         out: &mut [f32],
         add: bool,
+        task_rows: usize,
         should_stop: ShouldStop<'_>,
+        run: impl Fn(Task<'_, F, C>) + Sync,
     ) -> Result<()> {
         let rows = coefs.len() / self.stride;
         if rows <= FEW {
             let Range { start, end } = self.behind;
             threads.expect(start.max(end.saturating_sub(EXPECTED))..end);
         }
-        let blocks = rows.div_ceil(TASK_ROWS);
+        let blocks = rows.div_ceil(task_rows);
         let groups = self.weights.len() / self.steps;
         let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);
         let tasks = work.div_ceil(TASK).clamp(1, TASKS_PER_THREAD * threads.num_threads());
@@ -124,7 +154,7 @@ impl<F: Weights> Layer<'_, F> {
             for range in 0..ranges {
                 let (first, last) = (width * range, (width * (range + 1)).min(groups));
                 let columns = first * GROUP_OUTPUTS..(last * GROUP_OUTPUTS).min(self.outputs);
-                items.push(Task::<S, F> {
+                items.push(Task::<F, C> {
                     weights: &self.weights[first * self.steps..last * self.steps],
                     bias: self.bias.map(|bias| &bias[columns]),
                     steps: self.steps,
@@ -145,7 +175,7 @@ impl<F: Weights> Layer<'_, F> {
                 rest = behind;
             }
         }
-        threads.for_each(items, should_stop, |task| s.run(task))
+        threads.for_each(items, should_stop, run)
     }
 }
 
@@ -168,29 +198,58 @@ impl<S: Simd, F: Weights> Work<S> for Forward<'_, F> {
     #[inline(always)]
     fn run(self, s: S) -> Result<()> {
         let Self { layer, threads, x, inputs, out, add, should_stop } = self;
-        if F::STEP == 1 && layer.stride == inputs {
-            return layer.forward(s, threads, bytemuck::cast_slice(x), out, add, should_stop);
+        let rows = x.len() / inputs;
+        if let Some(tiles) = s.tiles().filter(|_| rows >= F::TILED_FROM) {
+            let layer = Layer { stride: stride(rows, layer.steps.next_multiple_of(F::TILE_STEPS)), ..layer };
+            let (len, of_row) = (rows * layer.stride, layer.stride * size_of::<F::TileCoef>());
+            let len = len * (size_of::<F::TileCoef>() / size_of::<f32>());
+            let mut scratch = threads.scratch(len + LINE / size_of::<f32>())?;
+            // A tile's rows are cache lines; one that lay across two would take twice as long.
+            let before = scratch.as_ptr().addr().next_multiple_of(LINE) - scratch.as_ptr().addr();
+            let coefs = bytemuck::cast_slice_mut(&mut scratch[before / size_of::<f32>()..][..len]);
+            round::<S, F, ForTiles>(s, threads, x, inputs, layer.stride, coefs, should_stop)?;
+            let task_rows = (TILED_BYTES / of_row).next_multiple_of(TILE_ROWS).min(TASK_ROWS);
+            let run = |task: Task<'_, F, F::TileCoef>| s.run(Tiled { tiles, task });
+            return layer.forward(threads, coefs, out, add, task_rows, should_stop, run);
         }
-        let len = x.len() / inputs * layer.stride;
+        let run = |task: Task<'_, F, F::Coef<S>>| s.run(task);
+        if F::STEP == 1 && layer.stride == inputs {
+            return layer.forward(threads, bytemuck::cast_slice(x), out, add, TASK_ROWS, should_stop, run);
+        }
+        let len = rows * layer.stride;
         let mut scratch = threads.scratch(len * (size_of::<F::Coef<S>>() / size_of::<f32>()))?;
-        let factors = bytemuck::cast_slice_mut(&mut scratch);
-        coefs::<S, F>(s, threads, x, inputs, layer.stride, factors, should_stop)?;
-        layer.forward(s, threads, factors, out, add, should_stop)
+        let coefs = bytemuck::cast_slice_mut(&mut scratch);
+        round::<S, F, ForVectors>(s, threads, x, inputs, layer.stride, coefs, should_stop)?;
+        layer.forward(threads, coefs, out, add, TASK_ROWS, should_stop, run)
+    }
+}
+
+struct Tiled<'a, S: Simd, F: Weights> {
+    tiles: S::Tiles,
+    task: Task<'a, F, F::TileCoef>,
+}
+
+impl<S: Simd, F: Weights> Work<S> for Tiled<'_, S, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        F::run_tiled(s, self.tiles, self.task);
     }
 }
 
 /// Some columns of some rows.
-struct Task<'a, S: Simd, F: Weights> {
-    weights: &'a [[F::Raw; GROUP]],
-    bias: Option<&'a [f32]>,
-    steps: usize,
-    stride: usize,
-    coefs: &'a [F::Coef<S>],
-    out: Vec<&'a mut [f32]>,
-    add: bool,
+pub(super) struct Task<'a, F: Weights, C> {
+    pub(super) weights: &'a [[F::Raw; GROUP]],
+    pub(super) bias: Option<&'a [f32]>,
+    pub(super) steps: usize,
+    pub(super) stride: usize,
+    pub(super) coefs: &'a [C],
+    pub(super) out: Vec<&'a mut [f32]>,
+    pub(super) add: bool,
 }
 
-impl<S: Simd, F: Weights> Work<S> for Task<'_, S, F> {
+impl<S: Simd, F: Weights> Work<S> for Task<'_, F, F::Coef<S>> {
     type Output = ();
 
     #[inline(always)]
@@ -221,7 +280,7 @@ const fn max_rows<S: Simd, F: Weights>() -> usize {
 
 /// One register tile: rows from `row` on, 32 outputs, steps from `start` to `end`.
 struct Tile<'t, 'a, S: Simd, F: Weights> {
-    task: &'t mut Task<'a, S, F>,
+    task: &'t mut Task<'a, F, F::Coef<S>>,
     waiting: &'t mut [[[f32; LANES]; GROUP]],
     group: usize,
     row: usize,
@@ -308,7 +367,7 @@ fn accumulate<S: Simd, F: Weights, const M: usize>(
 
 /// Write (or add) up to 16 sums from `column` on: what lies behind the row's end is padding.
 #[inline(always)]
-fn finish<S: Simd>(s: S, sum: S::F32, bias: Option<&[f32]>, column: usize, add: bool, out: &mut [f32]) {
+pub(super) fn finish<S: Simd>(s: S, sum: S::F32, bias: Option<&[f32]>, column: usize, add: bool, out: &mut [f32]) {
     let Some(out) = out.get_mut(column..) else { return };
     let bias = bias.map(|bias| &bias[column..]);
     if let Some(out) = out.first_chunk_mut::<LANES>() {
@@ -339,15 +398,40 @@ pub(super) fn stride(rows: usize, steps: usize) -> usize {
     if rows > 2 && steps.is_multiple_of(HALF_PAGE) { steps + LINE } else { steps }
 }
 
-/// The factors of `x` (`[rows, inputs]`), rounded as `F` multiplies: `[rows, stride]`, zeros in the rest of a row's last
-/// step. What lies behind is never read.
-fn coefs<S: Simd, F: Weights>(
+/// How rows are rounded: for what is to multiply them.
+trait RowsFor<S: Simd, F: Weights>: Send + Sync {
+    type Coef: bytemuck::Pod + Send + Sync;
+    fn row(s: S, x: &[f32], coefs: &mut [Self::Coef]);
+}
+
+struct ForVectors;
+
+impl<S: Simd, F: Weights> RowsFor<S, F> for ForVectors {
+    type Coef = F::Coef<S>;
+    #[inline(always)]
+    fn row(s: S, x: &[f32], coefs: &mut [F::Coef<S>]) {
+        F::coefs(s, x, coefs);
+    }
+}
+
+struct ForTiles;
+
+impl<S: Simd, F: Weights> RowsFor<S, F> for ForTiles {
+    type Coef = F::TileCoef;
+    #[inline(always)]
+    fn row(s: S, x: &[f32], coefs: &mut [F::TileCoef]) {
+        F::tile_coefs(s, x, coefs);
+    }
+}
+
+/// The factors of `x` (`[rows, inputs]`), rounded for what multiplies them: `[rows, stride]`.
+fn round<S: Simd, F: Weights, R: RowsFor<S, F>>(
     s: S,
     threads: &Threads,
     x: &[f32],
     inputs: usize,
     stride: usize,
-    coefs: &mut [F::Coef<S>],
+    coefs: &mut [R::Coef],
     should_stop: ShouldStop<'_>,
 ) -> Result<()> {
     /// Values that are worth handing to another thread.
@@ -357,25 +441,25 @@ fn coefs<S: Simd, F: Weights>(
     let items: Vec<_> = x
         .chunks(rows * inputs)
         .zip(coefs.chunks_mut(rows * stride))
-        .map(|(x, coefs)| Round::<S, F> { x, inputs, stride, coefs })
+        .map(|(x, coefs)| Round::<S, F, R> { x, inputs, stride, coefs })
         .collect();
     threads.for_each(items, should_stop, |item| s.run(item))
 }
 
-struct Round<'a, S: Simd, F: Weights> {
+struct Round<'a, S: Simd, F: Weights, R: RowsFor<S, F>> {
     x: &'a [f32],
     inputs: usize,
     stride: usize,
-    coefs: &'a mut [F::Coef<S>],
+    coefs: &'a mut [R::Coef],
 }
 
-impl<S: Simd, F: Weights> Work<S> for Round<'_, S, F> {
+impl<S: Simd, F: Weights, R: RowsFor<S, F>> Work<S> for Round<'_, S, F, R> {
     type Output = ();
 
     #[inline(always)]
     fn run(self, s: S) {
         for (x, coefs) in self.x.chunks_exact(self.inputs).zip(self.coefs.chunks_exact_mut(self.stride)) {
-            F::coefs(s, x, coefs);
+            R::row(s, x, coefs);
         }
     }
 }

@@ -16,9 +16,10 @@ use half::f16;
 
 use super::WeightsIn;
 use super::pack::{GROUP, GROUP_OUTPUTS};
-use super::product::Weights;
+use super::product::{Task, Weights};
 use super::row_group::{RowGroup, SCALE, SUM, round_row};
-use crate::simd::{LANES, Simd};
+use super::tiled_bytes::{self, TILED_FROM};
+use crate::simd::{Fours, LANES, Simd};
 use crate::threads::{NEVER, Threads};
 use crate::{Error, Result};
 
@@ -64,6 +65,9 @@ macro_rules! groups_of_32 {
             const STEP: usize = GROUP_INPUTS;
             // Their whole sums, and those that go on, fill 24 of 32 registers.
             const MOST_ROWS: usize = 6;
+            type TileCoef = RowGroup;
+            const TILE_STEPS: usize = 1;
+            const TILED_FROM: usize = TILED_FROM;
 
             #[inline(always)]
             fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [RowGroup]) {
@@ -79,6 +83,15 @@ macro_rules! groups_of_32 {
             ) {
                 dot::<S, Self, M, $minima>(s, sums, weights, rows);
             }
+
+            #[inline(always)]
+            fn tile_coefs<S: Simd>(s: S, x: &[f32], out: &mut [RowGroup]) {
+                round_row::<S, $minima>(s, x, out);
+            }
+            #[inline(always)]
+            fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, RowGroup>) {
+                tiled_bytes::run::<S, Self, $minima>(s, tiles, task);
+            }
         }
     };
 }
@@ -86,7 +99,7 @@ groups_of_32!(Int4, INT4_CODES + 2 * HALVES, true);
 groups_of_32!(Int8, INT8_CODES + HALVES, false);
 
 /// How a format's steps are unpacked.
-trait Unpack: Weights {
+pub(super) trait Unpack: Weights {
     /// Codes of a step that lie side by side, unpacked together.
     type Codes<S: Simd>: Copy;
     /// How many there are.
@@ -95,6 +108,9 @@ trait Unpack: Weights {
     fn codes<S: Simd>(s: S, raw: &Self::Raw, part: usize) -> Self::Codes<S>;
     /// Add the products of a part's codes with a row.
     fn add_row<S: Simd>(s: S, sum: S::I32, codes: Self::Codes<S>, part: usize, row: &RowGroup) -> S::I32;
+    /// All codes of a step, as signed numbers for tile registers: four inputs of each output side by side. What 8 bits take
+    /// away from a code is taken away here.
+    fn unpack<S: Simd>(s: S, raw: &Self::Raw, out: &mut [Fours; GROUP_INPUTS / 4]);
     /// Scales, and minima where they are not all -128 scales.
     fn scales<S: Simd>(s: S, raw: &Self::Raw) -> (S::F32, S::F32);
 }
@@ -118,6 +134,14 @@ impl Unpack for Int4 {
         s.dot_bytes(sum, codes.1, factors(row, part + Self::PARTS))
     }
     #[inline(always)]
+    fn unpack<S: Simd>(s: S, raw: &Self::Raw, out: &mut [Fours; GROUP_INPUTS / 4]) {
+        for part in 0..Self::PARTS {
+            let (low, high) = Self::codes(s, raw, part);
+            s.store_bytes(low, &mut out[part]);
+            s.store_bytes(high, &mut out[part + Self::PARTS]);
+        }
+    }
+    #[inline(always)]
     fn scales<S: Simd>(s: S, raw: &Self::Raw) -> (S::F32, S::F32) {
         (half_lanes(s, &raw[INT4_CODES..][..HALVES]), half_lanes(s, &raw[INT4_CODES + HALVES..]))
     }
@@ -134,6 +158,13 @@ impl Unpack for Int8 {
     #[inline(always)]
     fn add_row<S: Simd>(s: S, sum: S::I32, codes: Self::Codes<S>, part: usize, row: &RowGroup) -> S::I32 {
         s.dot_bytes(sum, codes, factors(row, part))
+    }
+    #[inline(always)]
+    fn unpack<S: Simd>(_: S, raw: &Self::Raw, out: &mut [Fours; GROUP_INPUTS / 4]) {
+        // From 0..255 to -128..127.
+        for (codes, out) in raw.as_chunks::<{ 4 * LANES }>().0.iter().zip(out) {
+            *out = codes.map(|code| code ^ 0x80);
+        }
     }
     #[inline(always)]
     fn scales<S: Simd>(s: S, raw: &Self::Raw) -> (S::F32, S::F32) {
@@ -171,19 +202,27 @@ fn dot<S: Simd, F: Unpack, const M: usize, const MINIMA: bool>(
         }
     }
     for p in 0..GROUP {
-        let (scale, minimum) = F::scales(s, &weights[p]);
+        let scales = F::scales(s, &weights[p]);
         for m in 0..M {
-            let factor = s.splat(f32::from_bits(rows[m][SCALE] as u32));
-            let whole = s.to_f32(whole[m][p]);
-            let group = if MINIMA {
-                let sum = s.splat(f32::from_bits(rows[m][SUM] as u32));
-                s.mul_add(scale, whole, s.mul(minimum, sum))
-            } else {
-                s.mul(scale, whole)
-            };
-            sums[m][p] = s.mul_add(group, factor, sums[m][p]);
+            let [factor, sum]: &[f32; 2] =
+                bytemuck::cast_ref(rows[m][SCALE..].first_chunk::<2>().expect("scale and sum"));
+            sums[m][p] = add_group::<S, MINIMA>(s, sums[m][p], s.to_f32(whole[m][p]), scales, factor, sum);
         }
     }
+}
+
+/// A group's whole products with a row of this scale and sum, as what they stand for, added to their sum.
+#[inline(always)]
+pub(super) fn add_group<S: Simd, const MINIMA: bool>(
+    s: S,
+    sum: S::F32,
+    whole: S::F32,
+    (scale, minimum): (S::F32, S::F32),
+    factor: &f32,
+    row_sum: &f32,
+) -> S::F32 {
+    let group = if MINIMA { s.mul_add(scale, whole, s.mul(minimum, s.splat(*row_sum))) } else { s.mul(scale, whole) };
+    s.mul_add(group, s.splat(*factor), sum)
 }
 
 /// The smallest half that is not below `x`: codes of a scale that was rounded down would not reach the ends.

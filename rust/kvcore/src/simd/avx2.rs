@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::tiles::NoTiles;
 use super::vector::{LANES, Simd, Work};
 
 /// Proof that the CPU has AVX2, FMA and F16C.
@@ -72,6 +73,7 @@ impl Simd for Avx2 {
     type Factor = [f32; 2];
     type I32 = (__m256i, __m256i);
     type Bytes = (__m256i, __m256i);
+    type Tiles = NoTiles;
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -279,6 +281,19 @@ impl Simd for Avx2 {
             let high = |x| _mm256_and_si256(_mm256_srli_epi16::<4>(x), mask);
             ((low(x.0), low(x.1)), (high(x.0), high(x.1)))
         }
+    }
+    #[inline(always)]
+    fn store_bytes(self, x: Self::Bytes, out: &mut [u8; 4 * LANES]) {
+        // SAFETY: `self` proves the feature; 64 bytes are writable behind `out`, at any alignment.
+        unsafe {
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), x.0);
+            _mm256_storeu_si256(out[32..].as_mut_ptr().cast(), x.1);
+        }
+    }
+    #[inline(always)]
+    fn load_i32(self, x: &[i32; LANES]) -> Self::I32 {
+        // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+        unsafe { (_mm256_loadu_si256(x.as_ptr().cast()), _mm256_loadu_si256(x[8..].as_ptr().cast())) }
     }
     #[inline(always)]
     fn splat_i32(self, x: i32) -> Self::I32 {

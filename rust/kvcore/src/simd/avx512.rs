@@ -3,12 +3,13 @@
 
 use std::arch::x86_64::*;
 
+use super::amx::Amx;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
-/// Proof that the CPU has AVX-512 F, BW, DQ, VL and VNNI, and FMA.
+/// Proof that the CPU has AVX-512 F, BW, DQ, VL and VNNI, and FMA; and tile registers, if they are to be used.
 #[derive(Clone, Copy, Debug)]
-pub struct Avx512(());
+pub struct Avx512(Option<Amx>);
 
 impl Avx512 {
     /// `None` if the CPU lacks a feature.
@@ -20,7 +21,12 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512vnni")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma");
-        has.then_some(Self(()))
+        has.then_some(Self(None))
+    }
+
+    /// The same with tile registers: `None` if the CPU lacks them.
+    pub fn with_amx() -> Option<Self> {
+        Self::new().and_then(|_| Amx::new()).map(|amx| Self(Some(amx)))
     }
 }
 
@@ -166,6 +172,16 @@ macro_rules! f32_in_one_register {
             }
         }
         #[inline(always)]
+        fn store_bytes(self, x: __m512i, out: &mut [u8; 4 * LANES]) {
+            // SAFETY: `self` proves the feature; 64 bytes are writable behind `out`, at any alignment.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
+        }
+        #[inline(always)]
+        fn load_i32(self, x: &[i32; LANES]) -> __m512i {
+            // SAFETY: `self` proves the feature; 64 bytes are readable behind `x`, at any alignment.
+            unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+        }
+        #[inline(always)]
         fn splat_i32(self, x: i32) -> __m512i {
             // SAFETY: `self` proves the feature.
             unsafe { _mm512_set1_epi32(x) }
@@ -287,6 +303,12 @@ impl Simd for Avx512 {
     type Factor = [f32; 2];
     type I32 = __m512i;
     type Bytes = __m512i;
+    type Tiles = Amx;
+
+    #[inline(always)]
+    fn tiles(self) -> Option<Amx> {
+        self.0
+    }
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {

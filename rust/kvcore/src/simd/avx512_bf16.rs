@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::avx512::{Avx512, Unaligned, f32_in_one_register, of_each, widen_int8};
+use super::tiles::NoTiles;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
@@ -113,6 +114,7 @@ impl Simd for Avx512Bf16 {
     type Factor = u32;
     type I32 = __m512i;
     type Bytes = __m512i;
+    type Tiles = NoTiles;
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {

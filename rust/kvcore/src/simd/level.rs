@@ -24,13 +24,15 @@ enum Kind {
     Avx512(Avx512),
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(Avx512Bf16),
+    #[cfg(target_arch = "x86_64")]
+    Amx(Avx512),
     #[cfg(target_arch = "aarch64")]
     Neon(Neon),
 }
 
 /// Names that [`Level::select`] takes, on any machine: those of all levels, and `avx512` for the faster form of
 /// AVX-512 on this CPU, with bf16 instructions (`avx512bf16`) or without (`avx512f`).
-const NAMES: [&str; 7] = ["auto", "scalar", "avx2", "avx512", "avx512f", "avx512bf16", "neon"];
+const NAMES: [&str; 8] = ["auto", "scalar", "avx2", "avx512", "avx512f", "avx512bf16", "amx", "neon"];
 
 impl Level {
     /// All levels of this CPU, the portable one first and the fastest last.
@@ -43,6 +45,7 @@ impl Level {
             let slow = bf16.is_some_and(Avx512Bf16::is_slow);
             let bf16 = bf16.map(Kind::Avx512Bf16);
             levels.extend(if slow { [bf16, f32] } else { [f32, bf16] }.into_iter().flatten());
+            levels.extend(Avx512::with_amx().map(Kind::Amx));
         }
         #[cfg(target_arch = "aarch64")]
         levels.extend(Neon::new().map(Kind::Neon));
@@ -54,7 +57,8 @@ impl Level {
         *Self::available().last().expect("the portable level is always there")
     }
 
-    /// The level with this name: `auto` | `scalar` | `avx2` | `avx512` | `avx512f` | `avx512bf16` | `neon`.
+    /// The level with this name: `auto` | `scalar` | `avx2` | `avx512` | `avx512f` | `avx512bf16` | `amx` |
+    /// `neon`.
     ///
     /// # Errors
     /// [`Error::UnsupportedSimd`] for an unknown name, or a level that this CPU lacks.
@@ -87,13 +91,13 @@ impl Level {
         }
     }
 
-    /// `scalar`, `avx2`, `avx512f`, `avx512bf16` or `neon`.
+    /// `scalar`, `avx2`, `avx512f`, `avx512bf16`, `amx` or `neon`.
     pub fn name(&self) -> &'static str {
         struct Name;
         impl<S: Simd> Work<S> for Name {
             type Output = &'static str;
-            fn run(self, _: S) -> &'static str {
-                S::NAME
+            fn run(self, s: S) -> &'static str {
+                if s.tiles().is_some() { "amx" } else { S::NAME }
             }
         }
         self.dispatch(Name)
@@ -107,7 +111,7 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(s) => s.run(work),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(s) => s.run(work),
+            Kind::Avx512(s) | Kind::Amx(s) => s.run(work),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(s) => s.run(work),
             #[cfg(target_arch = "aarch64")]

@@ -16,8 +16,11 @@ pub mod math;
 mod prefetch;
 mod scalar;
 pub mod tile;
+mod tiles;
 mod vector;
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -30,6 +33,7 @@ mod neon;
 pub use format::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8};
 pub use level::Level;
 pub use prefetch::prefetch;
+pub use tiles::{Fours, Pairs, Shaped, TILE_ROWS, TILE_WORDS, TileOf, Tiles};
 pub use vector::{LANES, Simd, Work};
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use std::arch::aarch64::*;
 
+use super::tiles::NoTiles;
 use super::vector::{LANES, Simd, Work};
 
 /// Proof that the CPU has NEON.
@@ -106,6 +107,7 @@ impl Simd for Neon {
     type Factor = [f32; 2];
     type I32 = [int32x4_t; 4];
     type Bytes = [uint8x16_t; 4];
+    type Tiles = NoTiles;
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -269,6 +271,17 @@ impl Simd for Neon {
     #[inline(always)]
     fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes) {
         (each!(|I| vandq_u8(x[I], vdupq_n_u8(0x0f))), each!(|I| vshrq_n_u8::<4>(x[I])))
+    }
+    #[inline(always)]
+    fn store_bytes(self, x: Self::Bytes, out: &mut [u8; 4 * LANES]) {
+        for (x, out) in x.into_iter().zip(out.as_chunks_mut::<16>().0) {
+            // SAFETY: `self` proves the feature; 16 bytes are writable behind `out`.
+            unsafe { vst1q_u8(out.as_mut_ptr(), x) }
+        }
+    }
+    #[inline(always)]
+    fn load_i32(self, x: &[i32; LANES]) -> Self::I32 {
+        each!(|I| vld1q_s32(x.as_ptr().add(4 * I)))
     }
     #[inline(always)]
     fn splat_i32(self, x: i32) -> Self::I32 {

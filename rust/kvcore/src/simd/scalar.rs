@@ -2,6 +2,7 @@
 //! every other level is tested against.
 #![forbid(unsafe_code)]
 
+use super::tiles::NoTiles;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 use crate::formats::half_float::{bf16_to_f32, f16_to_f32};
@@ -45,6 +46,7 @@ impl Simd for Scalar {
     type Factor = [f32; 2];
     type I32 = [i32; LANES];
     type Bytes = [u8; 4 * LANES];
+    type Tiles = NoTiles;
 
     #[inline(never)]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -185,6 +187,14 @@ impl Simd for Scalar {
     #[inline(always)]
     fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes) {
         (x.map(|x| x & 0x0f), x.map(|x| x >> 4))
+    }
+    #[inline(always)]
+    fn store_bytes(self, x: Self::Bytes, out: &mut [u8; 4 * LANES]) {
+        *out = x;
+    }
+    #[inline(always)]
+    fn load_i32(self, x: &[i32; LANES]) -> Self::I32 {
+        *x
     }
     #[inline(always)]
     fn splat_i32(self, x: i32) -> Self::I32 {

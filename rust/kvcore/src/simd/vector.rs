@@ -1,6 +1,8 @@
 //! The small vector trait that every algorithm is written over.
 #![forbid(unsafe_code)]
 
+use super::tiles::Tiles;
+
 /// Logical lanes of every level: a block of the cache has 16 tokens, a panel of weights 16 outputs.
 pub const LANES: usize = 16;
 
@@ -30,6 +32,14 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type I32: Copy;
     /// 16 lanes of four bytes.
     type Bytes: Copy;
+    /// Its tile registers.
+    type Tiles: Tiles;
+
+    /// Proof that there are tile registers; products of weights go through them then.
+    #[inline(always)]
+    fn tiles(self) -> Option<Self::Tiles> {
+        None
+    }
 
     /// Run `work` with this level's CPU features enabled, as a function of its own that is never inlined: kernels in
     /// many shapes inlined into one function would take the compiler minutes.
@@ -129,6 +139,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     }
     /// The low half of each byte, and the high one.
     fn nibbles(self, x: Self::Bytes) -> (Self::Bytes, Self::Bytes);
+    /// Store 16 lanes of four bytes.
+    fn store_bytes(self, x: Self::Bytes, out: &mut [u8; 4 * LANES]);
+    /// Load 16 numbers.
+    fn load_i32(self, x: &[i32; LANES]) -> Self::I32;
     /// `x` in all lanes.
     fn splat_i32(self, x: i32) -> Self::I32;
     /// `acc + w.0 * a.0 + .. + w.3 * a.3` per lane, of unsigned `w` and signed `a`; exact.

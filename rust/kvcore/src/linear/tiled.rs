@@ -1,0 +1,131 @@
+//! Products of bf16 weights through tile registers.
+//!
+//! ```text
+//! for each group of 32 outputs: for each two tiles of up to 16 rows:
+//!   for each 16 steps:  sums[tile][panel] += rows[tile] x weights[panel]         four products of tiles
+//! ```
+//! A panel's steps are rows of a tile as they lie. A tile sums 32 inputs on its own before it adds them, so its bits differ from
+//! those of other levels; and one row goes through tiles as well, so that they depend on the row alone.
+#![forbid(unsafe_code)]
+
+use super::ahead::{Ahead, LINE};
+use super::pack::{GROUP, GROUP_OUTPUTS};
+use super::product::{Task, Weights, finish};
+use crate::simd::{LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_WORDS, TileOf, Tiles};
+
+/// How many rows' tiles there are, and the rows of each: as equal as can be. The last begins where it ends with the rows, so
+/// that some may be in two.
+pub(super) fn tiles_of(rows: usize) -> (usize, usize) {
+    let tiles = rows.div_ceil(TILE_ROWS);
+    (tiles, rows.div_ceil(tiles))
+}
+
+/// Round a row to pairs of bf16; zeros behind its end.
+#[inline(always)]
+pub(super) fn round_row<S: Simd>(s: S, x: &[f32], out: &mut [u32]) {
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let (pairs, behind) = out.split_at_mut(whole.len() * (LANES / 2));
+    for (x, out) in whole.iter().zip(pairs.as_chunks_mut::<{ LANES / 2 }>().0) {
+        s.store_bf16(s.round_bf16(s.load(x)), bytemuck::cast_mut(out));
+    }
+    behind.fill(0);
+    if !rest.is_empty() {
+        let (mut lanes, mut last) = ([0.0; LANES], [0u32; LANES / 2]);
+        lanes[..rest.len()].copy_from_slice(rest);
+        s.store_bf16(s.round_bf16(s.load(&lanes)), bytemuck::cast_mut(&mut last));
+        let n = rest.len().div_ceil(2);
+        behind[..n].copy_from_slice(&last[..n]);
+    }
+}
+
+/// Multiply a task's rows with its columns.
+#[inline(always)]
+pub(super) fn run<S: Simd, F: Weights>(s: S, tiles: S::Tiles, mut task: Task<'_, F, u32>) {
+    let (count, rows) = tiles_of(task.out.len());
+    let whole = task.steps / TILE_WORDS * TILE_WORDS;
+    let from = task.out.len() - rows;
+    let first = |tile: usize| (tile * rows).min(from);
+    tiles.shaped(rows, TILE_WORDS, |tiles| {
+        let mut last = [[0; 2 * LANES]; GROUP * TILE_WORDS];
+        let mut sums = [[TileOf([[0.0; LANES]; TILE_ROWS]); GROUP]; 2];
+        for group in 0..task.weights.len() / task.steps {
+            let weights: &[Pairs] = bytemuck::cast_slice(&task.weights[group * task.steps..][..task.steps]);
+            let (weights, rest) = weights.split_at(GROUP * whole);
+            last[..rest.len()].copy_from_slice(rest);
+            let last = if rest.is_empty() { None } else { Some(&last[..]) };
+            let mut ahead = Ahead::of(weights, count.div_ceil(2));
+            let mut done = 0;
+            for tile in (0..count).step_by(2) {
+                if tile + 1 < count {
+                    let firsts = [first(tile), first(tile + 1)];
+                    multiply(s, tiles, &task, firsts, weights, last, &mut sums, &mut ahead);
+                } else {
+                    let one = sums.first_chunk_mut::<1>().expect("a tile");
+                    multiply(s, tiles, &task, [first(tile)], weights, last, one, &mut ahead);
+                }
+                for (sums, tile) in sums.iter().zip(tile..count) {
+                    put(s, &mut task, group, first(tile), done..first(tile) + rows, sums);
+                    done = first(tile) + rows;
+                }
+            }
+        }
+    });
+}
+
+/// The sums of `R` tiles that begin at these rows.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
+fn multiply<S: Simd, F: Weights, const R: usize>(
+    s: S,
+    tiles: &impl Shaped,
+    task: &Task<'_, F, u32>,
+    firsts: [usize; R],
+    weights: &[Pairs],
+    last: Option<&[Pairs]>,
+    sums: &mut [[TileOf<f32>; GROUP]; R],
+    ahead: &mut Ahead,
+) {
+    let left = firsts.map(|first| &task.coefs[first * task.stride..]);
+    let whole = weights.len() / GROUP;
+    if whole > 0 {
+        let ask = || ahead.step(s, GROUP * TILE_WORDS * size_of::<Pairs>() / LINE);
+        tiles.bf16(left, task.stride, [weights, &weights[1..]], GROUP, whole, true, sums, ask);
+    }
+    if let Some(last) = last {
+        let left = left.map(|left| &left[whole..]);
+        tiles.bf16(left, task.stride, [last, &last[1..]], GROUP, TILE_WORDS, whole == 0, sums, || ());
+    }
+}
+
+/// Write the sums of the rows `range` of a tile that begins at `first`.
+#[inline(always)]
+pub(super) fn put<S: Simd, F: Weights, C>(
+    s: S,
+    task: &mut Task<'_, F, C>,
+    group: usize,
+    first: usize,
+    range: std::ops::Range<usize>,
+    sums: &[TileOf<f32>; GROUP],
+) {
+    let column = group * GROUP_OUTPUTS;
+    let rows = task.out[range.clone()].iter_mut().zip(range.start - first..);
+    if task.add || task.bias.is_some() {
+        for (out, m) in rows {
+            for (panel, sums) in sums.iter().enumerate() {
+                finish(s, s.load(&sums.0[m]), task.bias, column + panel * LANES, task.add, out);
+            }
+        }
+    } else {
+        for (out, m) in rows {
+            if let Some(out) = out[column..].first_chunk_mut::<GROUP_OUTPUTS>() {
+                let [low, high]: &mut [[f32; LANES]; GROUP] = bytemuck::cast_mut(out);
+                s.store(s.load(&sums[0].0[m]), low);
+                s.store(s.load(&sums[1].0[m]), high);
+            } else {
+                let n = out.len() - column;
+                let lanes = [sums[0].0[m], sums[1].0[m]];
+                out[column..].copy_from_slice(&lanes.as_flattened()[..n]);
+            }
+        }
+    }
+}

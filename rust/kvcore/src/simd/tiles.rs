@@ -1,0 +1,99 @@
+//! Registers of two dimensions, where a CPU has them: some rows of one factor times 16 columns of the other at once.
+//!
+//! ```text
+//! bf16:   sums[m][n] += (sum over even k of left[m][k] * right[k][n], in order) + (the same over odd k)     a step of k
+//! bytes:  sums[m][n]  = sum over k of left[m][k] * right[k][n], exact
+//! ```
+//! Right factors lie as panels of weights and tiles of a cache do: what is summed side by side for each of 16 columns.
+#![forbid(unsafe_code)]
+
+use super::vector::LANES;
+
+/// Rows of a tile at most.
+pub const TILE_ROWS: usize = 16;
+/// Pairs of bf16, or fours of bytes, that one product of tiles sums at most.
+pub const TILE_WORDS: usize = 16;
+
+/// 16 columns for each of up to 16 rows. What lies behind the rows that a tile has is not written. Each row is a cache line: one
+/// that lay across two would take twice as long.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub struct TileOf<T>(pub [[T; LANES]; TILE_ROWS]);
+/// 16 columns' pairs of bf16.
+pub type Pairs = [u16; 2 * LANES];
+/// 16 columns' fours of bytes.
+pub type Fours = [u8; 4 * LANES];
+
+/// Proof that the CPU has tile registers and that this process may use them.
+pub trait Tiles: Copy + Send + Sync + 'static {
+    /// Tile registers that have a shape.
+    type Shaped: Shaped;
+
+    /// Run `work` with tiles of `rows` rows of `words` pairs of bf16 or fours of bytes, both 1 to 16, on this thread. Giving
+    /// them a shape takes as long as some hundred thousand products.
+    ///
+    /// # Panics
+    /// If `work` asks for tiles of another shape.
+    fn shaped<T>(self, rows: usize, words: usize, work: impl FnOnce(&Self::Shaped) -> T) -> T;
+}
+
+/// Products of tiles.
+pub trait Shaped {
+    /// Add the products of `R` tiles of rows with two panels to `sums`, or begin these anew.
+    ///
+    /// `left`: for each tile its rows of pairs of bf16, `left_stride` apart; `right`: rows of 16 pairs for each panel,
+    /// `right_stride` apart; `steps` of them, a multiple of a tile's words. `ahead` is called after each of these.
+    ///
+    /// # Panics
+    /// If a slice is too short.
+    #[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
+    fn bf16<const R: usize>(
+        &self,
+        left: [&[u32]; R],
+        left_stride: usize,
+        right: [&[Pairs]; 2],
+        right_stride: usize,
+        steps: usize,
+        anew: bool,
+        sums: &mut [[TileOf<f32>; 2]; R],
+        ahead: impl FnMut(),
+    );
+
+    /// Two tiles of whole products: of rows of signed bytes, four in a number, `left_stride` apart, with a panel of such bytes for
+    /// each of 16 columns, four side by side; as many as a tile has words.
+    ///
+    /// # Panics
+    /// If a slice is too short.
+    fn bytes(&self, left: [&[i32]; 2], left_stride: usize, right: [&[Fours]; 2], sums: &mut [TileOf<i32>; 2]);
+}
+
+/// No tile registers: there is no value of this.
+#[derive(Clone, Copy, Debug)]
+pub enum NoTiles {}
+
+impl Tiles for NoTiles {
+    type Shaped = NoTiles;
+
+    fn shaped<T>(self, _: usize, _: usize, _: impl FnOnce(&NoTiles) -> T) -> T {
+        match self {}
+    }
+}
+
+impl Shaped for NoTiles {
+    fn bf16<const R: usize>(
+        &self,
+        _: [&[u32]; R],
+        _: usize,
+        _: [&[Pairs]; 2],
+        _: usize,
+        _: usize,
+        _: bool,
+        _: &mut [[TileOf<f32>; 2]; R],
+        _: impl FnMut(),
+    ) {
+        match *self {}
+    }
+    fn bytes(&self, _: [&[i32]; 2], _: usize, _: [&[Fours]; 2], _: &mut [TileOf<i32>; 2]) {
+        match *self {}
+    }
+}
