@@ -7,10 +7,11 @@
 #![forbid(unsafe_code)]
 
 use super::Call;
+use super::format::with_format;
+use super::products::Multiply;
 use super::tile::{Partial, QueryTile, Row, Scratch};
 use super::tree;
-use crate::simd::{Bf16, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, Level, Simd, Work};
-use crate::storage::KvDtype;
+use crate::simd::{Level, Simd, Work};
 use crate::threads::ShouldStop;
 use crate::{Error, Result};
 
@@ -51,14 +52,7 @@ pub fn attention_weights(
     }
     let first: usize = call.rows[..sequence].iter().map(|rows| rows.len).sum();
     let maps = Maps { call, sequence, first, rows, q_heads, tokens, out, should_stop };
-    match call.view.layout.dtype {
-        KvDtype::F32 => level.dispatch(On::<F32>(maps, std::marker::PhantomData)),
-        KvDtype::F16 => level.dispatch(On::<F16>(maps, std::marker::PhantomData)),
-        KvDtype::Bf16 | KvDtype::Int4 => level.dispatch(On::<Bf16>(maps, std::marker::PhantomData)),
-        KvDtype::Fp8E4M3 => level.dispatch(On::<Fp8E4M3>(maps, std::marker::PhantomData)),
-        KvDtype::Fp8E5M2 => level.dispatch(On::<Fp8E5M2>(maps, std::marker::PhantomData)),
-        KvDtype::Int8 => level.dispatch(On::<Int8>(maps, std::marker::PhantomData)),
-    }
+    with_format!(level, &call.view.layout, |F| level.dispatch(On::<F>(maps, std::marker::PhantomData)))
 }
 
 struct Maps<'a> {
@@ -75,7 +69,7 @@ struct Maps<'a> {
 
 struct On<'a, F>(Maps<'a>, std::marker::PhantomData<F>);
 
-impl<S: Simd, F: Format> Work<S> for On<'_, F> {
+impl<S: Simd, F: Multiply> Work<S> for On<'_, F> {
     type Output = Result<()>;
 
     #[inline(always)]

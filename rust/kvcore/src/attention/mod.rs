@@ -15,6 +15,7 @@
 mod ahead;
 mod cascade;
 mod chunk;
+mod format;
 mod gather;
 mod maps;
 mod mask;
@@ -24,6 +25,7 @@ mod run;
 mod scoring;
 mod softmax;
 mod tile;
+mod tiled;
 mod tree;
 
 pub use maps::attention_weights;
@@ -32,8 +34,8 @@ pub use scoring::{Bias, HeadBias, Scoring};
 pub use tree::MAX_ROWS as MAX_TREE_ROWS;
 
 use crate::paging::BlockId;
-use crate::simd::{Bf16, F16, F32, Fp8E4M3, Fp8E5M2, Int8, Level};
-use crate::storage::{KvDtype, LayerView};
+use crate::simd::Level;
+use crate::storage::LayerView;
 use crate::threads::{ShouldStop, Threads};
 use crate::{Error, Result};
 
@@ -118,15 +120,7 @@ pub fn attend<'a>(
 ) -> Result<()> {
     let output = output.into();
     call.check(&output)?;
-    match call.view.layout.dtype {
-        KvDtype::F32 => run::run::<F32>(level, threads, call, output, should_stop),
-        KvDtype::F16 => run::run::<F16>(level, threads, call, output, should_stop),
-        // int4 tiles are expanded to bf16.
-        KvDtype::Bf16 | KvDtype::Int4 => run::run::<Bf16>(level, threads, call, output, should_stop),
-        KvDtype::Fp8E4M3 => run::run::<Fp8E4M3>(level, threads, call, output, should_stop),
-        KvDtype::Fp8E5M2 => run::run::<Fp8E5M2>(level, threads, call, output, should_stop),
-        KvDtype::Int8 => run::run::<Int8>(level, threads, call, output, should_stop),
-    }
+    run::run(level, threads, call, output, should_stop)
 }
 
 impl Call<'_> {

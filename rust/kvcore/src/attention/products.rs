@@ -12,11 +12,58 @@ use std::ops::Range;
 
 use super::ahead::Ahead;
 use super::chunk::{CHUNK, HeadChunk};
-use crate::simd::{Format, LANES, Simd, Work, tile as kernel};
+use crate::simd::{Dot, Format, LANES, Simd, Work, tile as kernel};
 use crate::storage::TILE;
 
 /// The largest number of queries that go through one register tile together.
-pub const MAX_M: usize = 8;
+pub const MAX_M: usize = 32;
+
+/// How the queries of a register tile are multiplied with a chunk: by vectors, or by tile registers (tiled.rs).
+pub trait Multiply: Format {
+    /// What all products of a pass share.
+    type Shape<S: Simd>;
+    /// Rows behind a register tile's queries and weights that must be there. They may hold anything, and count for nothing.
+    const SLACK: usize;
+
+    /// The next register tile for `left` queries.
+    fn tile_size<S: Simd>(left: usize) -> usize;
+    /// Pack one query among the `m` of a register tile.
+    fn pack<S: Simd>(s: S, q: &[f32], packed: &mut [Self::Coef<S>], m: usize, query: usize);
+    /// Run [`Self::scores`] of some register tiles.
+    fn with_scores<S: Simd>(s: S, k_dim: usize, work: impl FnOnce(&Self::Shape<S>));
+    /// Run [`Self::mix`] of some register tiles.
+    fn with_mix<S: Simd>(s: S, work: impl FnOnce(&Self::Shape<S>));
+    /// `scores[m][token] = q . k` for the tiles `tiles` of a chunk; `queries` are packed, and `scores` has `m` rows. What is
+    /// `ahead` is asked for as K is read.
+    fn scores<S: Simd>(
+        s: S,
+        shape: &Self::Shape<S>,
+        chunk: HeadChunk<'_, Self>,
+        tiles: Range<usize>,
+        queries: &[Self::Coef<S>],
+        scores: &mut [[f32; CHUNK]],
+        ahead: Option<&mut Ahead>,
+    );
+    /// Add `sum of weights[m][token] * v[token]` to `acc`, `[m, width]`, over those of `tokens` (of a chunk) that each query
+    /// sees. What is `ahead` is asked for as V is read.
+    #[allow(clippy::too_many_arguments)] // As the kernels: a struct would only rename them.
+    fn mix<S: Simd>(
+        s: S,
+        shape: &Self::Shape<S>,
+        chunk: HeadChunk<'_, Self>,
+        tokens: &Range<usize>,
+        visible: &[Range<usize>],
+        shared: &Shared,
+        weights: &mut [[Self::Coef<S>; CHUNK]],
+        acc: &mut [f32],
+        width: usize,
+        ahead: Option<&mut Ahead>,
+    );
+    /// How often `m` queries' [`Self::scores`] of `tiles` tiles ask for what is ahead.
+    fn score_steps<S: Simd>(m: usize, tiles: usize, k_dim: usize) -> usize;
+    /// How often `m` queries' [`Self::mix`] of `tokens` tokens asks for what is ahead.
+    fn mix_steps<S: Simd>(m: usize, tokens: usize, width: usize) -> usize;
+}
 
 /// `$body` with constants M, B and D for the register tile of `$m` queries: B K tiles and D V vectors at a time, so
 /// that the accumulators fill the registers and hide the latency of the products. A single query takes ONE V vectors.
@@ -42,42 +89,6 @@ macro_rules! with_tile {
         const $ONE: usize = $one;
         $body
     }};
-}
-
-/// The next register tile for `left` queries.
-pub fn tile_size<S: Simd>(left: usize) -> usize {
-    let sizes: &[usize] = match S::ACCUMULATORS {
-        16 => &[8, 6, 4, 3, 2, 1],
-        4 => &[4, 2, 1],
-        _ => &[1],
-    };
-    sizes.iter().copied().find(|&m| m <= left).unwrap_or(1)
-}
-
-/// `scores[m][token] = q . k` for the tiles `tiles` of a chunk; `queries` is `[steps][m]` and `scores` has `m` rows. What is
-/// `ahead` is asked for as K is read.
-pub fn scores<S: Simd, F: Format>(
-    s: S,
-    chunk: HeadChunk<'_, F>,
-    tiles: Range<usize>,
-    queries: &[F::Coef<S>],
-    scores: &mut [[f32; CHUNK]],
-    ahead: Option<&mut Ahead>,
-) {
-    with_tile!(S::ACCUMULATORS, scores.len(), |M, B, _D, _ONE| {
-        s.run(Scores::<S, F, M, B> { chunk, tiles, queries: queries.as_chunks::<M>().0, scores, ahead });
-    });
-}
-
-/// How often `m` queries' [`scores`] of `tiles` tiles ask for what is ahead.
-pub fn score_steps<S: Simd, F: Format>(m: usize, tiles: usize, k_dim: usize) -> usize {
-    let lines = (k_dim / F::STEP * size_of::<F::Raw>()).div_ceil(kernel::LINE);
-    with_tile!(S::ACCUMULATORS, m, |_M, B, _D, _ONE| passes(tiles, B) * lines)
-}
-
-/// How often `m` queries' [`mix`] of `tokens` tokens asks for what is ahead.
-pub fn mix_steps<S: Simd, F: Format>(m: usize, tokens: usize, width: usize) -> usize {
-    with_tile!(S::ACCUMULATORS, m, |_M, _B, D, _ONE| passes(width / LANES, D) * tokens.div_ceil(F::STEP))
 }
 
 /// What several rows see of a chunk.
@@ -106,50 +117,129 @@ impl Shared {
     }
 }
 
-/// Add `sum of weights[m][token] * v[token]` to `acc`, `[m, width]`, over those of `tokens` (of a chunk) that each query
-/// sees; `weights` has `m` rows. What is `ahead` is asked for as V is read.
-#[allow(clippy::too_many_arguments)] // As the kernels: a struct would only rename them.
-pub fn mix<S: Simd, F: Format>(
-    s: S,
-    chunk: HeadChunk<'_, F>,
-    tokens: &Range<usize>,
-    visible: &[Range<usize>],
-    shared: &Shared,
-    weights: &[[F::Coef<S>; CHUNK]],
-    acc: &mut [f32],
-    width: usize,
-    ahead: Option<&mut Ahead>,
-) {
-    let part = |seen: Range<usize>| seen.start.max(tokens.start)..seen.end.min(tokens.end);
-    let all = &shared.all;
-    let together = part(all.clone());
-    with_tile!(S::ACCUMULATORS, weights.len(), |M, _B, D, ONE| {
-        let weights: &[[F::Coef<S>; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
-        let alone = |acc: &mut [f32], seen: &dyn Fn(&Range<usize>) -> Range<usize>| {
-            for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
-                let tokens = part(seen(&visible[m]));
-                if !tokens.is_empty() {
-                    let weights = std::array::from_ref(&weights[m]);
-                    s.run(Mix::<S, F, 1, ONE> { chunk, tokens, width, weights, acc, ahead: None });
-                }
-            }
+impl<F: Dot> Multiply for F {
+    type Shape<S: Simd> = ();
+    const SLACK: usize = 0;
+
+    fn tile_size<S: Simd>(left: usize) -> usize {
+        let sizes: &[usize] = match S::ACCUMULATORS {
+            16 => &[8, 6, 4, 3, 2, 1],
+            4 => &[4, 2, 1],
+            _ => &[1],
         };
-        if together == *tokens {
-            let tokens = together;
-            s.run(Mix::<S, F, M, D> { chunk, tokens, width, weights, acc, ahead });
-            return;
-        }
-        alone(acc, &|seen| seen.start..seen.end.min(all.start));
-        if !together.is_empty() {
-            s.run(Mix::<S, F, M, D> { chunk, tokens: together, width, weights, acc: &mut *acc, ahead });
-        }
-        alone(acc, &|seen| seen.start.max(all.end)..seen.end);
-    });
+        sizes.iter().copied().find(|&m| m <= left).unwrap_or(1)
+    }
+
+    fn pack<S: Simd>(s: S, q: &[f32], packed: &mut [F::Coef<S>], m: usize, query: usize) {
+        s.run(Pack::<S, F> { q, packed, m, query });
+    }
+
+    fn with_scores<S: Simd>(_: S, _: usize, work: impl FnOnce(&())) {
+        work(&());
+    }
+
+    fn with_mix<S: Simd>(_: S, work: impl FnOnce(&())) {
+        work(&());
+    }
+
+    fn scores<S: Simd>(
+        s: S,
+        (): &(),
+        chunk: HeadChunk<'_, F>,
+        tiles: Range<usize>,
+        queries: &[F::Coef<S>],
+        scores: &mut [[f32; CHUNK]],
+        ahead: Option<&mut Ahead>,
+    ) {
+        with_tile!(S::ACCUMULATORS, scores.len(), |M, B, _D, _ONE| {
+            s.run(Scores::<S, F, M, B> { chunk, tiles, queries: queries.as_chunks::<M>().0, scores, ahead });
+        });
+    }
+
+    fn mix<S: Simd>(
+        s: S,
+        (): &(),
+        chunk: HeadChunk<'_, F>,
+        tokens: &Range<usize>,
+        visible: &[Range<usize>],
+        shared: &Shared,
+        weights: &mut [[F::Coef<S>; CHUNK]],
+        acc: &mut [f32],
+        width: usize,
+        ahead: Option<&mut Ahead>,
+    ) {
+        // Over the tokens that all M queries see together; what lies before and behind, each query takes alone.
+        let part = |seen: Range<usize>| seen.start.max(tokens.start)..seen.end.min(tokens.end);
+        let all = &shared.all;
+        let together = part(all.clone());
+        with_tile!(S::ACCUMULATORS, visible.len(), |M, _B, D, ONE| {
+            let weights: &[[F::Coef<S>; CHUNK]; M] = weights.first_chunk().expect("M rows of weights");
+            let alone = |acc: &mut [f32], seen: &dyn Fn(&Range<usize>) -> Range<usize>| {
+                for (m, acc) in acc.chunks_exact_mut(width).enumerate() {
+                    let tokens = part(seen(&visible[m]));
+                    if !tokens.is_empty() {
+                        let weights = std::array::from_ref(&weights[m]);
+                        s.run(Mix::<S, F, 1, ONE> { chunk, tokens, width, weights, acc, ahead: None });
+                    }
+                }
+            };
+            if together == *tokens {
+                let tokens = together;
+                s.run(Mix::<S, F, M, D> { chunk, tokens, width, weights, acc, ahead });
+                return;
+            }
+            alone(acc, &|seen| seen.start..seen.end.min(all.start));
+            if !together.is_empty() {
+                s.run(Mix::<S, F, M, D> { chunk, tokens: together, width, weights, acc: &mut *acc, ahead });
+            }
+            alone(acc, &|seen| seen.start.max(all.end)..seen.end);
+        });
+    }
+
+    fn score_steps<S: Simd>(m: usize, tiles: usize, k_dim: usize) -> usize {
+        let lines = (k_dim / F::STEP * size_of::<F::Raw>()).div_ceil(kernel::LINE);
+        with_tile!(S::ACCUMULATORS, m, |_M, B, _D, _ONE| passes(tiles, B) * lines)
+    }
+
+    fn mix_steps<S: Simd>(m: usize, tokens: usize, width: usize) -> usize {
+        with_tile!(S::ACCUMULATORS, m, |_M, _B, D, _ONE| passes(width / LANES, D) * tokens.div_ceil(F::STEP))
+    }
 }
 
 // Each piece of work below is compiled once per level, format and tile size, as a function of its own.
 
-struct Scores<'a, S: Simd, F: Format, const M: usize, const B: usize> {
+/// One query among the `m` of a register tile.
+struct Pack<'a, S: Simd, F: Dot> {
+    q: &'a [f32],
+    /// `[steps][m]`
+    packed: &'a mut [F::Coef<S>],
+    m: usize,
+    query: usize,
+}
+
+impl<S: Simd, F: Dot> Work<S> for Pack<'_, S, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let steps = self.packed.chunks_exact_mut(self.m * LANES / F::STEP);
+        let mut coefs = [bytemuck::Zeroable::zeroed(); LANES];
+        let whole = steps.len();
+        for (q, packed) in self.q.chunks_exact(LANES).zip(steps) {
+            F::coefs(s, q, &mut coefs);
+            for (i, &coef) in coefs[..LANES / F::STEP].iter().enumerate() {
+                packed[i * self.m + self.query] = coef;
+            }
+        }
+        let (q, packed) = (&self.q[whole * LANES..], &mut self.packed[whole * self.m * LANES / F::STEP..]);
+        F::coefs(s, q, &mut coefs);
+        for (i, &coef) in coefs[..q.len() / F::STEP].iter().enumerate() {
+            packed[i * self.m + self.query] = coef;
+        }
+    }
+}
+
+struct Scores<'a, S: Simd, F: Dot, const M: usize, const B: usize> {
     chunk: HeadChunk<'a, F>,
     tiles: Range<usize>,
     queries: &'a [[F::Coef<S>; M]],
@@ -157,7 +247,7 @@ struct Scores<'a, S: Simd, F: Format, const M: usize, const B: usize> {
     ahead: Option<&'a mut Ahead>,
 }
 
-impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, S, F, M, B> {
+impl<S: Simd, F: Dot, const M: usize, const B: usize> Work<S> for Scores<'_, S, F, M, B> {
     type Output = ();
 
     #[inline(always)]
@@ -188,14 +278,14 @@ impl<S: Simd, F: Format, const M: usize, const B: usize> Work<S> for Scores<'_, 
     }
 }
 
-impl<S: Simd, F: Format, const M: usize, const B: usize> Scores<'_, S, F, M, B> {
+impl<S: Simd, F: Dot, const M: usize, const B: usize> Scores<'_, S, F, M, B> {
     #[inline(always)]
     fn store(&mut self, s: S, t: usize, m: usize, x: S::F32) {
         s.store(x, self.scores[m][t * TILE..].first_chunk_mut().expect("16 scores"));
     }
 }
 
-struct Mix<'a, S: Simd, F: Format, const M: usize, const D: usize> {
+struct Mix<'a, S: Simd, F: Dot, const M: usize, const D: usize> {
     chunk: HeadChunk<'a, F>,
     tokens: Range<usize>,
     width: usize,
@@ -210,7 +300,7 @@ fn passes(n: usize, d: usize) -> usize {
     n / d + if d > 4 { rest / 4 + rest % 4 } else { rest }
 }
 
-impl<S: Simd, F: Format, const M: usize, const D: usize> Work<S> for Mix<'_, S, F, M, D> {
+impl<S: Simd, F: Dot, const M: usize, const D: usize> Work<S> for Mix<'_, S, F, M, D> {
     type Output = ();
 
     #[inline(always)]
@@ -232,7 +322,7 @@ impl<S: Simd, F: Format, const M: usize, const D: usize> Work<S> for Mix<'_, S, 
     }
 }
 
-impl<S: Simd, F: Format, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
+impl<S: Simd, F: Dot, const M: usize, const D: usize> Mix<'_, S, F, M, D> {
     /// The vectors `d..d + N` of the head's dimensions.
     #[inline(always)]
     fn columns<const N: usize>(&mut self, s: S, d: usize) {

@@ -13,12 +13,14 @@
 use std::ops::Range;
 
 use super::cascade::{Entry, Segment, share};
+use super::format::with_format;
+use super::products::Multiply;
 use super::softmax::{Finish, Merge};
 use super::tile::{Partial, QueryTile, Row, Scratch, State, heads_of};
 use super::tree;
 use super::{Call, Mask, Output};
 use crate::Result;
-use crate::simd::{Format, Level, Simd, Work};
+use crate::simd::{Level, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
 
 /// Queries of one tile: enough that a K tile in a cache serves many of them, and whole register tiles in most groups.
@@ -31,14 +33,16 @@ const SERIAL_WORK: usize = 300_000;
 const PIECES_PER_THREAD: usize = 4;
 
 /// Run a checked call.
-pub fn run<F: Format>(
+pub fn run(
     level: Level,
     threads: &Threads,
     call: &Call<'_>,
     output: Output<'_>,
     should_stop: ShouldStop<'_>,
 ) -> Result<()> {
-    level.dispatch(Run::<F> { threads, call, output, should_stop, format: std::marker::PhantomData })
+    with_format!(level, &call.view.layout, |F| {
+        level.dispatch(Run::<F> { threads, call, output, should_stop, format: std::marker::PhantomData })
+    })
 }
 
 struct Run<'a, F> {
@@ -93,7 +97,7 @@ struct Tile {
     begins: bool,
 }
 
-impl<S: Simd, F: Format> Work<S> for Run<'_, F> {
+impl<S: Simd, F: Multiply> Work<S> for Run<'_, F> {
     type Output = Result<()>;
 
     #[inline(always)]
@@ -307,12 +311,12 @@ fn slots<'a>(
 }
 
 /// One piece with the buffers of its thread.
-struct On<'a, 'b, S: Simd, F: Format> {
+struct On<'a, 'b, S: Simd, F: Multiply> {
     piece: Piece<'a>,
     scratch: &'b mut Scratch<S, F>,
 }
 
-impl<S: Simd, F: Format> Work<S> for On<'_, '_, S, F> {
+impl<S: Simd, F: Multiply> Work<S> for On<'_, '_, S, F> {
     type Output = ();
 
     #[inline(always)]

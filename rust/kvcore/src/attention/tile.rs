@@ -24,16 +24,19 @@ use std::ops::Range;
 
 use super::ahead::{Ahead, MAX_TILES};
 use super::chunk::{Buffers, CHUNK, Context, HeadChunk, TILES};
-use super::products::{self, MAX_M, Shared, tile_size, tiles_of};
+use super::products::{MAX_M, Multiply, Shared, tiles_of};
 use super::scoring::Scoring;
 use super::softmax::{Merge, Plain, Weights};
 use super::tree::Path;
 use crate::paging::BlockId;
-use crate::simd::{Format, LANES, Simd, Work};
+use crate::simd::{Format, Simd};
 use crate::storage::{KvDtype, LayerView, TILE};
 
 /// Tiles of a chunk that all heads of a tile go through before the next ones.
 const WINDOW: usize = MAX_TILES;
+
+/// Queries of a head up to which they wait for memory.
+const FEW: usize = 8;
 
 /// Bytes of K of all heads in 16 tokens that a tile should not exceed: two windows wait in the second-level cache.
 const HEADS_BYTES: usize = 32 << 10;
@@ -221,7 +224,7 @@ impl QueryTile<'_> {
     }
 
     /// Attend over the whole context; `finish` gets each query's row, query head, and state.
-    pub fn attend<S: Simd, F: Format>(
+    pub fn attend<S: Simd, F: Multiply>(
         &self,
         s: S,
         scratch: &mut Scratch<S, F>,
@@ -236,7 +239,7 @@ impl QueryTile<'_> {
     }
 
     /// The state of every query over `chunks`, merged in order, from the first chunk that its row sees.
-    pub fn run_of_chunks<S: Simd, F: Format>(
+    pub fn run_of_chunks<S: Simd, F: Multiply>(
         &self,
         s: S,
         scratch: &mut Scratch<S, F>,
@@ -260,7 +263,7 @@ impl QueryTile<'_> {
     }
 
     /// The partial results of the chunks from `first` on, one for each of `partials`.
-    pub fn some_chunks<S: Simd, F: Format>(
+    pub fn some_chunks<S: Simd, F: Multiply>(
         &self,
         s: S,
         scratch: &mut Scratch<S, F>,
@@ -276,33 +279,33 @@ impl QueryTile<'_> {
     }
 
     /// Pack the queries as the kernels read them.
-    fn pack<S: Simd, F: Format>(&self, s: S, scratch: &mut Scratch<S, F>) {
+    fn pack<S: Simd, F: Multiply>(&self, s: S, scratch: &mut Scratch<S, F>) {
         let (n, dim) = (self.num_queries(), self.view.layout.k_dim);
         let steps = dim / F::STEP;
-        scratch.queries.resize(n * steps, bytemuck::Zeroable::zeroed());
+        scratch.queries.resize((n + F::SLACK) * steps, bytemuck::Zeroable::zeroed());
         if self.heads.len() == 1 {
             self.context().prepare(&mut scratch.buffers);
         }
         scratch.tiles.clear();
-        scratch.tiles.extend(self.register_tiles::<S>());
+        scratch.tiles.extend(self.register_tiles::<S, F>());
         for &(first, m) in &scratch.tiles {
             for (query, row) in self.rows_from(first).take(m).enumerate() {
                 let head = self.q_head(first + query);
                 let packed = &mut scratch.queries[first * steps..(first + m) * steps];
-                s.run(Pack::<S, F> { q: &row.q[head * dim..][..dim], packed, m, query });
+                F::pack(s, &row.q[head * dim..][..dim], packed, m, query);
             }
         }
     }
 
     /// The first query of each register tile, and how many it has. None spans heads.
-    fn register_tiles<S: Simd>(&self) -> impl Iterator<Item = (usize, usize)> {
+    fn register_tiles<S: Simd, F: Multiply>(&self) -> impl Iterator<Item = (usize, usize)> {
         let per_head = self.per_head();
         (0..self.heads.len()).flat_map(move |head| {
             let mut next = 0;
             std::iter::from_fn(move || {
                 let first = next;
                 (first < per_head).then(|| {
-                    let m = tile_size::<S>(per_head - first);
+                    let m = F::tile_size::<S>(per_head - first);
                     next += m;
                     (head * per_head + first, m)
                 })
@@ -318,7 +321,7 @@ impl QueryTile<'_> {
 
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
     /// `goes_on`: the next chunk comes next.
-    fn chunk<S: Simd, F: Format>(
+    fn chunk<S: Simd, F: Multiply>(
         &self,
         s: S,
         scratch: &mut Scratch<S, F>,
@@ -351,7 +354,7 @@ impl QueryTile<'_> {
             Some(RegisterTile { head: first / self.per_head(), first, visible, m, shared })
         }));
         // Where many queries share a head products bind: each register tile goes through all of the chunk at once.
-        let of = if self.per_head() > MAX_M { TILES } else { WINDOW };
+        let of = if self.per_head() > FEW { TILES } else { WINDOW };
         let windows = || windows(tiles.clone(), of);
         let next = if goes_on { self.seen(c + 1).map(|seen| tiles_of(&seen)) } else { None };
         // Tiles that are asked for while those of a window are read.
@@ -371,24 +374,26 @@ impl QueryTile<'_> {
         for registers in registers.chunks(pass.max(1)) {
             let (start, end) = (registers[0].first, registers.last().map_or(0, |r| r.first + r.m));
             scores.resize(scores.len().max(end - start), [0.0; CHUNK]);
-            weights.resize(weights.len().max(end - start), [bytemuck::Zeroable::zeroed(); CHUNK]);
+            weights.resize(weights.len().max(end - start + F::SLACK), [bytemuck::Zeroable::zeroed(); CHUNK]);
             let asks = of == WINDOW && start == 0 && !context.turns();
-            for window in windows() {
-                let seen = |r: &RegisterTile| {
-                    let any = tiles_of(&r.shared.any);
-                    window.start.max(any.start)..window.end.min(any.end)
-                };
-                let mut ahead = if asks { ahead_of_k(&window) } else { None };
-                if let Some(ahead) = &mut ahead {
-                    let steps = |r: &RegisterTile| products::score_steps::<S, F>(r.m, seen(r).len(), steps * F::STEP);
-                    ahead.over(registers.iter().map(steps).sum());
+            F::with_scores(s, self.view.layout.k_dim, |shape| {
+                for window in windows() {
+                    let seen = |r: &RegisterTile| {
+                        let any = tiles_of(&r.shared.any);
+                        window.start.max(any.start)..window.end.min(any.end)
+                    };
+                    let mut ahead = if asks { ahead_of_k(&window) } else { None };
+                    if let Some(ahead) = &mut ahead {
+                        let steps = |r: &RegisterTile| F::score_steps::<S>(r.m, seen(r).len(), steps * F::STEP);
+                        ahead.over(registers.iter().map(steps).sum());
+                    }
+                    for r in registers {
+                        let queries = &queries[r.first * steps..(r.first + r.m + F::SLACK) * steps];
+                        let scores = &mut scores[r.first - start..][..r.m];
+                        F::scores(s, shape, chunk.head(r.head), seen(r), queries, scores, ahead.as_mut());
+                    }
                 }
-                for r in registers {
-                    let queries = &queries[r.first * steps..(r.first + r.m) * steps];
-                    let scores = &mut scores[r.first - start..][..r.m];
-                    products::scores(s, chunk.head(r.head), seen(r), queries, scores, ahead.as_mut());
-                }
-            }
+            });
             for r in registers {
                 let (queries, of) = (r.first..r.first + r.m, r.first - start..r.first - start + r.m);
                 let unit = self.weigh(s, c, r, chunk.head(r.head), &mut scores[of.clone()], &mut weights[of], partial);
@@ -397,34 +402,36 @@ impl QueryTile<'_> {
                 }
                 partial.acc[r.first * width..(r.first + r.m) * width].fill(0.0);
             }
-            for window in windows() {
-                let seen = |r: &RegisterTile| {
-                    let any = &r.shared.any;
-                    any.start.max(window.start * TILE)..any.end.min(window.end * TILE)
-                };
-                let mut ahead = if asks { ahead_of_v(&window) } else { None };
-                if let Some(ahead) = &mut ahead {
-                    let steps = |r: &RegisterTile| products::mix_steps::<S, F>(r.m, seen(r).len(), width);
-                    ahead.over(registers.iter().map(steps).sum());
-                }
-                for r in registers {
-                    let tokens = seen(r);
-                    if tokens.is_empty() {
-                        continue;
+            F::with_mix(s, |shape| {
+                for window in windows() {
+                    let seen = |r: &RegisterTile| {
+                        let any = &r.shared.any;
+                        any.start.max(window.start * TILE)..any.end.min(window.end * TILE)
+                    };
+                    let mut ahead = if asks { ahead_of_v(&window) } else { None };
+                    if let Some(ahead) = &mut ahead {
+                        let steps = |r: &RegisterTile| F::mix_steps::<S>(r.m, seen(r).len(), width);
+                        ahead.over(registers.iter().map(steps).sum());
                     }
-                    let weights = &weights[r.first - start..][..r.m];
-                    let acc = &mut partial.acc[r.first * width..(r.first + r.m) * width];
-                    let (chunk, ahead) = (chunk.head(r.head), ahead.as_mut());
-                    products::mix(s, chunk, &tokens, r.visible(), &r.shared, weights, acc, width, ahead);
+                    for r in registers {
+                        let tokens = seen(r);
+                        if tokens.is_empty() {
+                            continue;
+                        }
+                        let weights = &mut weights[r.first - start..][..r.m + F::SLACK];
+                        let acc = &mut partial.acc[r.first * width..(r.first + r.m) * width];
+                        let (chunk, ahead) = (chunk.head(r.head), ahead.as_mut());
+                        F::mix(s, shape, chunk, &tokens, r.visible(), &r.shared, weights, acc, width, ahead);
+                    }
                 }
-            }
+            });
         }
     }
 
     /// The weights of a register tile from its scores (one row for each of its queries, as `weights` has), and with them the
     /// maxima and sums of `partial`. Returns what the scores are to be multiplied by to be in base-2 units.
     #[allow(clippy::too_many_arguments)] // A step of `chunk`, and what it works on.
-    fn weigh<S: Simd, F: Format>(
+    fn weigh<S: Simd, F: Multiply>(
         &self,
         s: S,
         c: usize,
@@ -483,37 +490,6 @@ impl QueryTile<'_> {
 /// `tiles` by up to `of` at a time.
 fn windows(tiles: Range<usize>, of: usize) -> impl Iterator<Item = Range<usize>> {
     tiles.clone().step_by(of).map(move |t| t..(t + of).min(tiles.end))
-}
-
-/// One query among the `m` of a register tile.
-struct Pack<'a, S: Simd, F: Format> {
-    q: &'a [f32],
-    /// `[steps][m]`
-    packed: &'a mut [F::Coef<S>],
-    m: usize,
-    query: usize,
-}
-
-impl<S: Simd, F: Format> Work<S> for Pack<'_, S, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self, s: S) {
-        let steps = self.packed.chunks_exact_mut(self.m * LANES / F::STEP);
-        let mut coefs = [bytemuck::Zeroable::zeroed(); LANES];
-        let whole = steps.len();
-        for (q, packed) in self.q.chunks_exact(LANES).zip(steps) {
-            F::coefs(s, q, &mut coefs);
-            for (i, &coef) in coefs[..LANES / F::STEP].iter().enumerate() {
-                packed[i * self.m + self.query] = coef;
-            }
-        }
-        let (q, packed) = (&self.q[whole * LANES..], &mut self.packed[whole * self.m * LANES / F::STEP..]);
-        F::coefs(s, q, &mut coefs);
-        for (i, &coef) in coefs[..q.len() / F::STEP].iter().enumerate() {
-            packed[i * self.m + self.query] = coef;
-        }
-    }
 }
 
 /// The part of `tokens` that lies in chunk `c`, counted from the chunk's first token; it may be empty.

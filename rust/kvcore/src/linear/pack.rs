@@ -11,7 +11,7 @@ use half::slice::HalfFloatSliceExt;
 
 use super::WeightsIn;
 use crate::Result;
-use crate::simd::{Bf16, F16, F32, Format, LANES, Level, Simd, Work};
+use crate::simd::{Bf16, Dot, F16, F32, LANES, Level, Simd, Work};
 use crate::threads::{NEVER, Threads};
 
 /// Panels of 16 outputs that lie interleaved in one group: one stream of memory feeds them all.
@@ -20,7 +20,7 @@ pub(super) const GROUP: usize = 2;
 pub(super) const GROUP_OUTPUTS: usize = GROUP * LANES;
 
 /// A format that weights are held in.
-pub(super) trait Stored: Format<Raw: Send + Sync> {
+pub(super) trait Stored: Dot<Raw: Send + Sync> {
     /// One value.
     type Elem: bytemuck::Pod;
     /// One step's values of one output, as one number.

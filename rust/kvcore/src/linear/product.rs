@@ -16,7 +16,7 @@ use super::ahead::{Ahead, LINE};
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::tiled;
 use crate::Result;
-use crate::simd::{Format, LANES, Pairs, Simd, TILE_ROWS, TILE_WORDS, Work};
+use crate::simd::{Dot, Format, LANES, Pairs, Simd, TILE_ROWS, TILE_WORDS, Work};
 use crate::threads::{ShouldStop, Threads};
 
 /// Bytes of a slice of a group that all row tiles pass over: it stays in the L2 cache.
@@ -70,7 +70,7 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
     fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, Self::TileCoef>);
 }
 
-impl<F: Format<Raw: Send + Sync>> Weights for F {
+impl<F: Dot<Raw: Send + Sync>> Weights for F {
     type Raw = <F as Format>::Raw;
     type Coef<S: Simd> = <F as Format>::Coef<S>;
     const STEP: usize = <F as Format>::STEP;

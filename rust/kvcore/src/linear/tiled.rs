@@ -86,14 +86,18 @@ fn multiply<S: Simd, F: Weights, const R: usize>(
     ahead: &mut Ahead,
 ) {
     let left = firsts.map(|first| &task.coefs[first * task.stride..]);
-    let whole = weights.len() / GROUP;
-    if whole > 0 {
-        let ask = || ahead.step(s, GROUP * TILE_WORDS * size_of::<Pairs>() / LINE);
-        tiles.bf16(left, task.stride, [weights, &weights[1..]], GROUP, whole, true, sums, ask);
+    let steps = weights.len() / (GROUP * TILE_WORDS);
+    if steps > 0 {
+        let right = |step: usize| {
+            ahead.step(s, GROUP * TILE_WORDS * size_of::<Pairs>() / LINE);
+            let weights = &weights[step * GROUP * TILE_WORDS..];
+            [weights, &weights[1..]]
+        };
+        tiles.bf16(left, task.stride, steps, right, GROUP, true, sums);
     }
     if let Some(last) = last {
-        let left = left.map(|left| &left[whole..]);
-        tiles.bf16(left, task.stride, [last, &last[1..]], GROUP, TILE_WORDS, whole == 0, sums, || ());
+        let left = left.map(|left| &left[steps * TILE_WORDS..]);
+        tiles.bf16(left, task.stride, 1, |_| [last, &last[1..]], GROUP, steps == 0, sums);
     }
 }
 

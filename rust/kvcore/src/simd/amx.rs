@@ -202,30 +202,26 @@ unsafe fn dot_bytes<const SUMS: u8, const LEFT: u8, const RIGHT: u8>() {
     unsafe { tile!("tdpbssd tmm{c}, tmm{a}, tmm{b}", c = const SUMS, a = const LEFT, b = const RIGHT) }
 }
 
-impl AmxShaped {
-    /// Whether `len` values hold all rows, `stride` apart, of which `width` count.
-    fn holds(&self, len: usize, rows: usize, stride: usize, width: usize) -> bool {
-        stride.checked_mul(rows - 1).and_then(|last| last.checked_add(width)).is_some_and(|end| end <= len)
-    }
+/// Whether `len` values hold so many rows, `stride` apart, of `width` values.
+fn holds(len: usize, rows: usize, stride: usize, width: usize) -> bool {
+    stride.checked_mul(rows - 1).and_then(|last| last.checked_add(width)).is_some_and(|end| end <= len)
 }
 
 impl Shaped for AmxShaped {
     #[inline(always)]
-    fn bf16<const R: usize>(
+    fn bf16<'a, const R: usize>(
         &self,
         left: [&[u32]; R],
         left_stride: usize,
-        right: [&[Pairs]; 2],
-        right_stride: usize,
         steps: usize,
+        mut right: impl FnMut(usize) -> [&'a [Pairs]; 2],
+        right_stride: usize,
         anew: bool,
         sums: &mut [[TileOf<f32>; 2]; R],
-        mut ahead: impl FnMut(),
     ) {
         const { assert!(R == 1 || R == 2) }
-        assert!(steps > 0 && steps.is_multiple_of(self.words), "{steps} steps of {}", self.words);
-        assert!(left.iter().all(|left| self.holds(left.len(), self.rows, left_stride, steps)), "rows of {left_stride}");
-        assert!(right.iter().all(|right| self.holds(right.len(), steps, right_stride, 1)), "panels of {right_stride}");
+        let width = steps.checked_mul(self.words).expect("pairs of a row");
+        assert!(left.iter().all(|left| holds(left.len(), self.rows, left_stride, width)), "rows of {left_stride}");
         let (left_bytes, right_bytes) = (size_of::<u32>() * left_stride, size_of::<Pairs>() * right_stride);
         // SAFETY: a value of this type proves that the tiles have its shape; the assertions, that all rows are in the slices.
         unsafe {
@@ -243,18 +239,22 @@ impl Shaped for AmxShaped {
                 load::<2, _>(sums[1][0].0.as_ptr(), 64);
                 load::<3, _>(sums[1][1].0.as_ptr(), 64);
             }
-            for step in (0..steps).step_by(self.words) {
-                load::<6, _>(right[0].as_ptr().add(step * right_stride), right_bytes);
-                load::<4, _>(left[0].as_ptr().add(step), left_bytes);
+            for step in 0..steps {
+                let right = right(step);
+                assert!(
+                    right.iter().all(|right| holds(right.len(), self.words, right_stride, 1)),
+                    "panels of {right_stride}"
+                );
+                load::<6, _>(right[0].as_ptr(), right_bytes);
+                load::<4, _>(left[0].as_ptr().add(step * self.words), left_bytes);
                 dot_bf16::<0, 4, 6>();
-                load::<7, _>(right[1].as_ptr().add(step * right_stride), right_bytes);
+                load::<7, _>(right[1].as_ptr(), right_bytes);
                 dot_bf16::<1, 4, 7>();
                 if R == 2 {
-                    load::<5, _>(left[1].as_ptr().add(step), left_bytes);
+                    load::<5, _>(left[1].as_ptr().add(step * self.words), left_bytes);
                     dot_bf16::<2, 5, 6>();
                     dot_bf16::<3, 5, 7>();
                 }
-                ahead();
             }
             store::<0, _>(&mut sums[0][0]);
             store::<1, _>(&mut sums[0][1]);
@@ -267,10 +267,7 @@ impl Shaped for AmxShaped {
 
     #[inline(always)]
     fn bytes(&self, left: [&[i32]; 2], left_stride: usize, right: [&[Fours]; 2], sums: &mut [TileOf<i32>; 2]) {
-        assert!(
-            left.iter().all(|left| self.holds(left.len(), self.rows, left_stride, self.words)),
-            "rows of {left_stride}"
-        );
+        assert!(left.iter().all(|left| holds(left.len(), self.rows, left_stride, self.words)), "rows of {left_stride}");
         assert!(right.iter().all(|right| right.len() >= self.words), "panels of {}", self.words);
         let left_bytes = size_of::<i32>() * left_stride;
         // SAFETY: a value of this type proves that the tiles have its shape; the assertions, that all rows are in the slices.

@@ -29,8 +29,6 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn first<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// A loaded step with all but the last value of each lane set to zero.
     fn last<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
-    /// `acc + x * coef`.
-    fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: &Self::Coef<S>) -> S::F32;
     /// 16 factors rounded as the format multiplies, kept as f32.
     fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32;
     /// `2^x` as in [`math::exp2`], as exactly as is worth it before it is rounded.
@@ -65,6 +63,12 @@ pub trait Format: Copy + Send + Sync + 'static {
             out[whole.len() * per_load..][..n].copy_from_slice(&last[..n]);
         }
     }
+}
+
+/// A format that vectors multiply.
+pub trait Dot: Format {
+    /// `acc + x * coef`.
+    fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: &Self::Coef<S>) -> S::F32;
 }
 
 /// 32-bit floats; full f32 arithmetic.
@@ -108,10 +112,6 @@ macro_rules! single {
                 x
             }
             #[inline(always)]
-            fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: &f32) -> S::F32 {
-                s.mul_add(x, s.splat(*coef), acc)
-            }
-            #[inline(always)]
             fn round_coefs<S: Simd>(_: S, x: S::F32) -> S::F32 {
                 x
             }
@@ -127,6 +127,13 @@ macro_rules! single {
             #[inline(always)]
             fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [f32]) {
                 s.store(x, out.first_chunk_mut().expect("16 coefficients"));
+            }
+        }
+
+        impl Dot for $name {
+            #[inline(always)]
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: &f32) -> S::F32 {
+                s.mul_add(x, s.splat(*coef), acc)
             }
         }
     };
@@ -159,10 +166,6 @@ macro_rules! paired {
                 s.pair_second(x)
             }
             #[inline(always)]
-            fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: &S::Factor) -> S::F32 {
-                s.dot_pair(acc, x, coef)
-            }
-            #[inline(always)]
             fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32 {
                 s.round_bf16(x)
             }
@@ -183,9 +186,59 @@ macro_rules! paired {
                 s.store_factors(x, out.first_chunk_mut().expect("8 factors"));
             }
         }
+
+        impl Dot for $name {
+            #[inline(always)]
+            fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: &S::Factor) -> S::F32 {
+                s.dot_pair(acc, x, coef)
+            }
+        }
     };
 }
 paired!(Bf16, u16, pair_bf16);
 paired!(Fp8E4M3, u8, pair_e4m3, two_pairs_e4m3);
 paired!(Fp8E5M2, u8, pair_e5m2, two_pairs_e5m2);
 paired!(Int8, i8, pair_int8);
+
+/// As [`Bf16`] for tile registers, which take pairs of factors as they are stored.
+#[derive(Clone, Copy, Debug)]
+pub struct TiledBf16;
+
+impl Format for TiledBf16 {
+    type Raw = [u16; 2 * LANES];
+    type Coef<S: Simd> = u32;
+    type Loaded<S: Simd> = S::Pair;
+    const STEP: usize = 2;
+
+    #[inline(always)]
+    fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::Pair {
+        Bf16::load(s, raw)
+    }
+    #[inline(always)]
+    fn first<S: Simd>(s: S, x: S::Pair) -> S::Pair {
+        Bf16::first(s, x)
+    }
+    #[inline(always)]
+    fn last<S: Simd>(s: S, x: S::Pair) -> S::Pair {
+        Bf16::last(s, x)
+    }
+    #[inline(always)]
+    fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32 {
+        Bf16::round_coefs(s, x)
+    }
+    #[inline(always)]
+    fn exp2<S: Simd>(s: S, x: S::F32) -> S::F32 {
+        Bf16::exp2(s, x)
+    }
+    #[inline(always)]
+    fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [u32]) -> S::F32 {
+        let x = math::round_to_8_bits(s, x);
+        Self::store_coefs(s, x, out);
+        x
+    }
+    #[inline(always)]
+    fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [u32]) {
+        let out: &mut [u32; LANES / 2] = out.first_chunk_mut().expect("8 pairs");
+        s.store_bf16(x, bytemuck::cast_mut(out));
+    }
+}

@@ -103,6 +103,18 @@ impl Level {
         self.dispatch(Name)
     }
 
+    /// Whether products of bf16 go through tile registers.
+    pub fn has_tiles(&self) -> bool {
+        struct HasTiles;
+        impl<S: Simd> Work<S> for HasTiles {
+            type Output = bool;
+            fn run(self, s: S) -> bool {
+                s.tiles().is_some()
+            }
+        }
+        self.dispatch(HasTiles)
+    }
+
     /// Run `work` on this level.
     #[inline]
     pub fn dispatch<O, W: AnyLevel<O>>(&self, work: W) -> O {

@@ -8,7 +8,7 @@
 //! cut into tiles never changes a bit.
 #![forbid(unsafe_code)]
 
-use super::format::Format;
+use super::format::Dot;
 use super::vector::Simd;
 
 /// Sixteen products for each of `M` factors and `B` panels: `acc[m][b] = sum of panels[b][i] * coefs[i][m]`.
@@ -16,7 +16,7 @@ use super::vector::Simd;
 /// All panels must have at least `coefs.len()` steps. `ahead` is called once for
 /// each cache line of a panel.
 #[inline(always)]
-pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
+pub fn dot<S: Simd, F: Dot, const M: usize, const B: usize>(
     s: S,
     panels: [&[F::Raw]; B],
     coefs: &[[F::Coef<S>; M]],
@@ -68,7 +68,7 @@ pub fn dot<S: Simd, F: Format, const M: usize, const B: usize>(
 /// called at each step.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
-pub fn mix<S: Simd, F: Format, const M: usize, const D: usize, const N: usize>(
+pub fn mix<S: Simd, F: Dot, const M: usize, const D: usize, const N: usize>(
     s: S,
     acc: &mut [[S::F32; D]; M],
     rows: &[F::Raw],

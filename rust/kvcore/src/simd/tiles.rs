@@ -39,24 +39,23 @@ pub trait Tiles: Copy + Send + Sync + 'static {
 
 /// Products of tiles.
 pub trait Shaped {
-    /// Add the products of `R` tiles of rows with two panels to `sums`, or begin these anew.
+    /// Add the products of `R` tiles of rows with two panels to `sums`, or begin these anew, step after step.
     ///
-    /// `left`: for each tile its rows of pairs of bf16, `left_stride` apart; `right`: rows of 16 pairs for each panel,
-    /// `right_stride` apart; `steps` of them, a multiple of a tile's words. `ahead` is called after each of these.
+    /// `left`: for each tile its rows of pairs of bf16, `left_stride` apart, of which each step takes as many as a tile has words;
+    /// `right`: for a step rows of 16 pairs for each panel, `right_stride` apart, likewise as many.
     ///
     /// # Panics
     /// If a slice is too short.
     #[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
-    fn bf16<const R: usize>(
+    fn bf16<'a, const R: usize>(
         &self,
         left: [&[u32]; R],
         left_stride: usize,
-        right: [&[Pairs]; 2],
-        right_stride: usize,
         steps: usize,
+        right: impl FnMut(usize) -> [&'a [Pairs]; 2],
+        right_stride: usize,
         anew: bool,
         sums: &mut [[TileOf<f32>; 2]; R],
-        ahead: impl FnMut(),
     );
 
     /// Two tiles of whole products: of rows of signed bytes, four in a number, `left_stride` apart, with a panel of such bytes for
@@ -80,16 +79,15 @@ impl Tiles for NoTiles {
 }
 
 impl Shaped for NoTiles {
-    fn bf16<const R: usize>(
+    fn bf16<'a, const R: usize>(
         &self,
         _: [&[u32]; R],
         _: usize,
-        _: [&[Pairs]; 2],
         _: usize,
+        _: impl FnMut(usize) -> [&'a [Pairs]; 2],
         _: usize,
         _: bool,
         _: &mut [[TileOf<f32>; 2]; R],
-        _: impl FnMut(),
     ) {
         match *self {}
     }

@@ -1,6 +1,7 @@
 //! The small vector trait that every algorithm is written over.
 #![forbid(unsafe_code)]
 
+use super::math;
 use super::tiles::Tiles;
 
 /// Logical lanes of every level: a block of the cache has 16 tokens, a panel of weights 16 outputs.
@@ -113,9 +114,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Round 16 values between 0 and 1 to the nearest bf16 (ties either way), store them as 8 factors, and return them.
     #[inline(always)]
     fn store_weights(self, x: Self::F32, out: &mut [Self::Factor; LANES / 2]) -> Self::F32 {
-        // Veltkamp's split: the upper 8 bits of 24.
-        let c = self.mul(x, self.splat(65537.0));
-        let x = self.sub(c, self.sub(c, x));
+        let x = math::round_to_8_bits(self, x);
         self.store_factors(x, out);
         x
     }
