@@ -29,10 +29,10 @@ pub trait Multiply: Format {
     fn tile_size<S: Simd>(left: usize) -> usize;
     /// Pack one query among the `m` of a register tile.
     fn pack<S: Simd>(s: S, q: &[f32], packed: &mut [Self::Coef<S>], m: usize, query: usize);
-    /// Run [`Self::scores`] of some register tiles.
-    fn with_scores<S: Simd>(s: S, k_dim: usize, work: impl FnOnce(&Self::Shape<S>));
-    /// Run [`Self::mix`] of some register tiles.
-    fn with_mix<S: Simd>(s: S, work: impl FnOnce(&Self::Shape<S>));
+    /// Run [`Self::scores`] of some register tiles, cut from so many queries.
+    fn with_scores<S: Simd>(s: S, queries: usize, k_dim: usize, work: impl FnOnce(&Self::Shape<S>));
+    /// Run [`Self::mix`] of some register tiles, cut from so many queries.
+    fn with_mix<S: Simd>(s: S, queries: usize, work: impl FnOnce(&Self::Shape<S>));
     /// `scores[m][token] = q . k` for the tiles `tiles` of a chunk; `queries` are packed, and `scores` has `m` rows. What is
     /// `ahead` is asked for as K is read.
     fn scores<S: Simd>(
@@ -134,11 +134,11 @@ impl<F: Dot> Multiply for F {
         s.run(Pack::<S, F> { q, packed, m, query });
     }
 
-    fn with_scores<S: Simd>(_: S, _: usize, work: impl FnOnce(&())) {
+    fn with_scores<S: Simd>(_: S, _: usize, _: usize, work: impl FnOnce(&())) {
         work(&());
     }
 
-    fn with_mix<S: Simd>(_: S, work: impl FnOnce(&())) {
+    fn with_mix<S: Simd>(_: S, _: usize, work: impl FnOnce(&())) {
         work(&());
     }
 

@@ -376,7 +376,7 @@ impl QueryTile<'_> {
             scores.resize(scores.len().max(end - start), [0.0; CHUNK]);
             weights.resize(weights.len().max(end - start + F::SLACK), [bytemuck::Zeroable::zeroed(); CHUNK]);
             let asks = of == WINDOW && start == 0 && !context.turns();
-            F::with_scores(s, self.view.layout.k_dim, |shape| {
+            F::with_scores(s, self.per_head(), self.view.layout.k_dim, |shape| {
                 for window in windows() {
                     let seen = |r: &RegisterTile| {
                         let any = tiles_of(&r.shared.any);
@@ -402,7 +402,7 @@ impl QueryTile<'_> {
                 }
                 partial.acc[r.first * width..(r.first + r.m) * width].fill(0.0);
             }
-            F::with_mix(s, |shape| {
+            F::with_mix(s, self.per_head(), |shape| {
                 for window in windows() {
                     let seen = |r: &RegisterTile| {
                         let any = &r.shared.any;

@@ -14,7 +14,9 @@ use std::ops::Range;
 use super::ahead::Ahead;
 use super::chunk::{CHUNK, HeadChunk, TILES};
 use super::products::{Multiply, Shared, tiles_of};
-use crate::simd::{Format, LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_WORDS, TileOf, TiledBf16, Tiles, Work};
+use crate::simd::{
+    Format, LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, TiledBf16, Tiles, TwoTiles, Work,
+};
 use crate::storage::TILE;
 
 /// Queries of a register tile: two tiles of them go with each tile of K or V.
@@ -57,12 +59,12 @@ impl Multiply for TiledBf16 {
         s.run(Pack { q, packed: &mut packed[query * pairs..][..pairs] });
     }
 
-    fn with_scores<S: Simd>(s: S, k_dim: usize, work: impl FnOnce(&Self::Shape<S>)) {
-        tiles(s).shaped(TILE_ROWS, words(k_dim / 2), work);
+    fn with_scores<S: Simd>(s: S, queries: usize, k_dim: usize, work: impl FnOnce(&Self::Shape<S>)) {
+        tiles(s).shaped(queries.min(TILE_ROWS), words(k_dim / 2), work);
     }
 
-    fn with_mix<S: Simd>(s: S, work: impl FnOnce(&Self::Shape<S>)) {
-        tiles(s).shaped(TILE_ROWS, TOKEN_PAIRS, work);
+    fn with_mix<S: Simd>(s: S, queries: usize, work: impl FnOnce(&Self::Shape<S>)) {
+        tiles(s).shaped(queries.min(TILE_ROWS), TOKEN_PAIRS, work);
     }
 
     fn scores<S: Simd>(
@@ -132,29 +134,53 @@ impl<S: Simd, const R: usize> Work<S> for Scores<'_, S, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run(mut self, s: S) {
-        let mut sums = [[TileOf([[0.0; LANES]; TILE_ROWS]); 2]; R];
-        let end = self.tiles.end;
-        for t in self.tiles.step_by(2) {
-            // Behind an odd number the last again, for nothing.
-            let k = [t, (t + 1).min(end - 1)].map(|t| self.chunk.k(t));
+    fn run(self, s: S) {
+        let Self { shape, chunk, tiles, queries, scores, mut ahead } = self;
+        let mut multiply = |two: [usize; 2], sums: [&mut [f32]; R], stride, panel| {
+            let k = two.map(|t| chunk.k(t));
             let pairs = k[0].len();
             let words = words(pairs);
-            let left: [&[u32]; R] = std::array::from_fn(|r| &self.queries[r * TILE_ROWS * pairs..]);
-            let right = |step: usize| {
-                self.ahead.iter_mut().for_each(|ahead| (0..words).for_each(|_| ahead.step(s)));
-                k.map(|k| &k[step * words..])
-            };
-            self.shape.bf16(left, pairs, pairs / words, right, 1, true, &mut sums);
-            for (scores, sums) in self.scores.chunks_mut(TILE_ROWS).zip(&sums) {
+            let left: [&[u32]; R] = std::array::from_fn(|r| &queries[r * TILE_ROWS * pairs..]);
+            let right = |step: usize| k.map(|k| &k[step * words..]);
+            shape.bf16(left, pairs, pairs / words, right, 1, true, sums, stride, panel);
+            ask(s, &mut ahead, pairs);
+        };
+        // Behind an odd number the last again, for nothing.
+        let twos = tiles.clone().step_by(2).map(|t| [t, (t + 1).min(tiles.end - 1)]);
+        if scores.len() == R * shape.rows() {
+            for two in twos {
+                let rows = parts(scores.as_flattened_mut(), shape.rows() * CHUNK, two[0] * TILE);
+                multiply(two, rows, CHUNK, (two[1] - two[0]) * TILE);
+            }
+            return;
+        }
+        let mut sums = [TwoTiles([[[0.0; LANES]; TILE_ROWS]; 2]); R];
+        for two in twos {
+            multiply(two, sums.each_mut().map(TwoTiles::values_mut), LANES, TILE_VALUES);
+            for (scores, sums) in scores.chunks_mut(TILE_ROWS).zip(&sums) {
                 for (m, scores) in scores.iter_mut().enumerate() {
-                    for (sums, scores) in sums.iter().zip(scores.as_chunks_mut().0[t..end].iter_mut()) {
-                        s.store(s.load(&sums.0[m]), scores);
+                    for (t, sums) in two.into_iter().zip(&sums.0) {
+                        s.store(s.load(&sums[m]), &mut scores.as_chunks_mut().0[t]);
                     }
                 }
             }
         }
     }
+}
+
+/// Ask for what is ahead, as much as in so many steps. Behind a product: before it, hints would hold up what it reads itself.
+#[inline(always)]
+fn ask<S: Simd>(s: S, ahead: &mut Option<&mut Ahead>, steps: usize) {
+    if let Some(ahead) = ahead {
+        (0..steps).for_each(|_| ahead.step(s));
+    }
+}
+
+/// The tiles of rows in `x`, each of `size` values, from the value `at` on.
+#[inline(always)]
+fn parts<const R: usize>(x: &mut [f32], size: usize, at: usize) -> [&mut [f32]; R] {
+    let mut parts = x.chunks_mut(size);
+    std::array::from_fn(|_| &mut parts.next().expect("a tile of rows")[at..])
 }
 
 struct Mix<'a, S: Simd, const R: usize> {
@@ -229,36 +255,45 @@ impl<S: Simd, const R: usize> Mix<'_, S, R> {
     /// Add the products of all queries, or of one.
     #[inline(always)]
     fn multiply(&mut self, s: S, edges: &[Edge], only: Option<usize>) {
-        let (vectors, first) = (self.vectors, self.tiles.start);
+        let Self { shape, chunk, tiles, visible, weights, acc, vectors, ahead, .. } = self;
+        let (vectors, first, width) = (*vectors, tiles.start, *vectors * LANES);
         let mut v = [&[][..]; TILES];
-        for t in self.tiles.clone() {
-            v[t] = self.chunk.v(t);
+        for t in tiles.clone() {
+            v[t] = chunk.v(t);
         }
         for edge in edges {
             v[edge.t] = &edge.v;
         }
         let left: [&[u32]; R] =
-            std::array::from_fn(|r| &self.weights[r * TILE_ROWS..].as_flattened()[first * TOKEN_PAIRS..]);
-        let mut sums = [[TileOf([[0.0; LANES]; TILE_ROWS]); 2]; R];
-        let rows = only.map_or(0..self.visible.len(), |only| only..only + 1);
-        for d in (0..vectors).step_by(2) {
-            // Behind an odd number the last again, for nothing.
-            let columns = [d, (d + 1).min(vectors - 1)];
+            std::array::from_fn(|r| &weights[r * TILE_ROWS..].as_flattened()[first * TOKEN_PAIRS..]);
+        let mut multiply = |columns: [usize; 2], sums: [&mut [f32]; R], stride, panel| {
+            let right = |step: usize| columns.map(|d| &v[first + step][d..]);
+            shape.bf16(left, CHUNK, tiles.len(), right, vectors, false, sums, stride, panel);
+            ask(s, ahead, tiles.len() * TOKEN_PAIRS);
+        };
+        // Behind an odd number the last again, for nothing.
+        let twos = (0..vectors).step_by(2).map(|d| [d, (d + 1).min(vectors - 1)]);
+        if only.is_none() && visible.len() == R * shape.rows() {
+            for two in twos {
+                let rows = parts(acc, shape.rows() * width, two[0] * LANES);
+                multiply(two, rows, width, (two[1] - two[0]) * LANES);
+            }
+            return;
+        }
+        let mut sums = [TwoTiles([[[0.0; LANES]; TILE_ROWS]; 2]); R];
+        let rows = only.map_or(0..visible.len(), |only| only..only + 1);
+        for two in twos {
             for row in rows.clone() {
-                let acc = self.acc[row * vectors * LANES..][..vectors * LANES].as_chunks::<LANES>().0;
-                for (sums, d) in sums[row / TILE_ROWS].iter_mut().zip(columns) {
-                    s.store(s.load(&acc[d]), &mut sums.0[row % TILE_ROWS]);
+                let acc = acc[row * width..][..width].as_chunks::<LANES>().0;
+                for (d, sums) in two.into_iter().zip(&mut sums[row / TILE_ROWS].0) {
+                    s.store(s.load(&acc[d]), &mut sums[row % TILE_ROWS]);
                 }
             }
-            let right = |step: usize| {
-                self.ahead.iter_mut().for_each(|ahead| (0..TOKEN_PAIRS).for_each(|_| ahead.step(s)));
-                columns.map(|d| &v[first + step][d..])
-            };
-            self.shape.bf16(left, CHUNK, self.tiles.len(), right, vectors, false, &mut sums);
+            multiply(two, sums.each_mut().map(TwoTiles::values_mut), LANES, TILE_VALUES);
             for row in rows.clone() {
-                let acc = self.acc[row * vectors * LANES..][..vectors * LANES].as_chunks_mut::<LANES>().0;
-                for (sums, acc) in sums[row / TILE_ROWS].iter().zip(&mut acc[d..]) {
-                    s.store(s.load(&sums.0[row % TILE_ROWS]), acc);
+                let acc = acc[row * width..][..width].as_chunks_mut::<LANES>().0;
+                for (d, sums) in two.into_iter().zip(&sums[row / TILE_ROWS].0) {
+                    s.store(s.load(&sums[row % TILE_ROWS]), &mut acc[d]);
                 }
             }
         }

@@ -11,7 +11,7 @@
 use super::ahead::{Ahead, LINE};
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::product::{Task, Weights, finish};
-use crate::simd::{LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_WORDS, TileOf, Tiles};
+use crate::simd::{LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles};
 
 /// How many rows' tiles there are, and the rows of each: as equal as can be. The last begins where it ends with the rows, so
 /// that some may be in two.
@@ -47,7 +47,7 @@ pub(super) fn run<S: Simd, F: Weights>(s: S, tiles: S::Tiles, mut task: Task<'_,
     let first = |tile: usize| (tile * rows).min(from);
     tiles.shaped(rows, TILE_WORDS, |tiles| {
         let mut last = [[0; 2 * LANES]; GROUP * TILE_WORDS];
-        let mut sums = [[TileOf([[0.0; LANES]; TILE_ROWS]); GROUP]; 2];
+        let mut sums = [TwoTiles([[[0.0; LANES]; TILE_ROWS]; GROUP]); 2];
         for group in 0..task.weights.len() / task.steps {
             let weights: &[Pairs] = bytemuck::cast_slice(&task.weights[group * task.steps..][..task.steps]);
             let (weights, rest) = weights.split_at(GROUP * whole);
@@ -82,22 +82,44 @@ fn multiply<S: Simd, F: Weights, const R: usize>(
     firsts: [usize; R],
     weights: &[Pairs],
     last: Option<&[Pairs]>,
-    sums: &mut [[TileOf<f32>; GROUP]; R],
+    sums: &mut [TwoTiles<f32>; R],
     ahead: &mut Ahead,
 ) {
     let left = firsts.map(|first| &task.coefs[first * task.stride..]);
     let steps = weights.len() / (GROUP * TILE_WORDS);
+    let (stride, panel) = (LANES, TILE_VALUES);
     if steps > 0 {
         let right = |step: usize| {
             ahead.step(s, GROUP * TILE_WORDS * size_of::<Pairs>() / LINE);
             let weights = &weights[step * GROUP * TILE_WORDS..];
             [weights, &weights[1..]]
         };
-        tiles.bf16(left, task.stride, steps, right, GROUP, true, sums);
+        tiles.bf16(
+            left,
+            task.stride,
+            steps,
+            right,
+            GROUP,
+            true,
+            sums.each_mut().map(TwoTiles::values_mut),
+            stride,
+            panel,
+        );
     }
     if let Some(last) = last {
         let left = left.map(|left| &left[steps * TILE_WORDS..]);
-        tiles.bf16(left, task.stride, 1, |_| [last, &last[1..]], GROUP, steps == 0, sums);
+        let right = |_| [last, &last[1..]];
+        tiles.bf16(
+            left,
+            task.stride,
+            1,
+            right,
+            GROUP,
+            steps == 0,
+            sums.each_mut().map(TwoTiles::values_mut),
+            stride,
+            panel,
+        );
     }
 }
 
@@ -109,25 +131,25 @@ pub(super) fn put<S: Simd, F: Weights, C>(
     group: usize,
     first: usize,
     range: std::ops::Range<usize>,
-    sums: &[TileOf<f32>; GROUP],
+    sums: &TwoTiles<f32>,
 ) {
     let column = group * GROUP_OUTPUTS;
     let rows = task.out[range.clone()].iter_mut().zip(range.start - first..);
     if task.add || task.bias.is_some() {
         for (out, m) in rows {
-            for (panel, sums) in sums.iter().enumerate() {
-                finish(s, s.load(&sums.0[m]), task.bias, column + panel * LANES, task.add, out);
+            for (panel, sums) in sums.0.iter().enumerate() {
+                finish(s, s.load(&sums[m]), task.bias, column + panel * LANES, task.add, out);
             }
         }
     } else {
         for (out, m) in rows {
             if let Some(out) = out[column..].first_chunk_mut::<GROUP_OUTPUTS>() {
                 let [low, high]: &mut [[f32; LANES]; GROUP] = bytemuck::cast_mut(out);
-                s.store(s.load(&sums[0].0[m]), low);
-                s.store(s.load(&sums[1].0[m]), high);
+                s.store(s.load(&sums.0[0][m]), low);
+                s.store(s.load(&sums.0[1][m]), high);
             } else {
                 let n = out.len() - column;
-                let lanes = [sums[0].0[m], sums[1].0[m]];
+                let lanes = [sums.0[0][m], sums.0[1][m]];
                 out[column..].copy_from_slice(&lanes.as_flattened()[..n]);
             }
         }

@@ -15,7 +15,7 @@ use super::product::Task;
 use super::quantized::{GROUP_INPUTS, Unpack, add_group};
 use super::row_group::{RowGroup, SCALE, SUM};
 use super::tiled::put;
-use crate::simd::{Fours, LANES, Shaped, Simd, TILE_ROWS, TileOf, Tiles};
+use crate::simd::{Fours, LANES, Shaped, Simd, TILE_ROWS, Tiles, TwoTiles};
 
 /// Rows from which on a product of tiles with what is around it takes less time than products of vectors.
 pub(super) const TILED_FROM: usize = 24;
@@ -60,7 +60,7 @@ pub(super) fn run<S: Simd, F: Unpack, const MINIMA: bool>(s: S, tiles: S::Tiles,
     let left = left(task.coefs, task.stride, steps);
     let mut codes = vec![Right([[[0; 4 * LANES]; FOURS]; GROUP]); steps];
     tiles.shaped(TILE_ROWS, FOURS, |tiles| {
-        let mut sums = [TileOf([[0.0; LANES]; TILE_ROWS]); GROUP];
+        let mut sums = TwoTiles([[[0.0; LANES]; TILE_ROWS]; GROUP]);
         for group in 0..task.weights.len() / steps {
             let weights = &task.weights[group * steps..][..steps];
             for (raw, codes) in weights.iter().zip(&mut codes) {
@@ -72,7 +72,7 @@ pub(super) fn run<S: Simd, F: Unpack, const MINIMA: bool>(s: S, tiles: S::Tiles,
             for (tile, left) in left.chunks_exact(steps).enumerate() {
                 for panel in 0..GROUP {
                     let ask = || ahead.step(s, size_of::<F::Raw>() / LINE);
-                    sums[panel] = multiply::<S, F, MINIMA>(s, tiles, left, weights, &codes, panel, ask);
+                    sums.0[panel] = multiply::<S, F, MINIMA>(s, tiles, left, weights, &codes, panel, ask);
                 }
                 let first = tile * TILE_ROWS;
                 put(s, &mut task, group, first, first..rows.min(first + TILE_ROWS), &sums);
@@ -91,27 +91,27 @@ fn multiply<S: Simd, F: Unpack, const MINIMA: bool>(
     codes: &[Right],
     panel: usize,
     mut ahead: impl FnMut(),
-) -> TileOf<f32> {
+) -> [[f32; LANES]; TILE_ROWS] {
     let mut sums = [s.splat(0.0); TILE_ROWS];
-    let mut whole = [TileOf([[0; LANES]; TILE_ROWS]); 2];
+    let mut whole = TwoTiles([[[0; LANES]; TILE_ROWS]; 2]);
     let steps = left.len();
     for step in (0..steps).step_by(2) {
         // Two steps at a time; behind an odd number the last again, for nothing.
         let both = [step, (step + 1).min(steps - 1)];
         let lefts = both.map(|step| left[step].codes.as_flattened());
         tiles.bytes(lefts, FOURS, both.map(|step| &codes[step].0[panel][..]), &mut whole);
-        for (step, whole) in (step..steps).zip(&whole) {
+        for (step, whole) in (step..steps).zip(&whole.0) {
             ahead();
             let (left, scales) = (&left[step], F::scales(s, &weights[step][panel]));
             for m in 0..TILE_ROWS {
-                let products = s.to_f32(s.load_i32(&whole.0[m]));
+                let products = s.to_f32(s.load_i32(&whole[m]));
                 sums[m] = add_group::<S, MINIMA>(s, sums[m], products, scales, &left.scales[m], &left.sums[m]);
             }
         }
     }
-    let mut out = TileOf([[0.0; LANES]; TILE_ROWS]);
+    let mut out = [[0.0; LANES]; TILE_ROWS];
     for m in 0..TILE_ROWS {
-        s.store(sums[m], &mut out.0[m]);
+        s.store(sums[m], &mut out[m]);
     }
     out
 }

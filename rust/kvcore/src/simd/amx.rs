@@ -8,7 +8,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-use super::tiles::{Fours, Pairs, Shaped, TILE_ROWS, TILE_WORDS, TileOf, Tiles};
+use super::tiles::{Fours, Pairs, Shaped, TILE_ROWS, TILE_WORDS, Tiles, TwoTiles};
 use super::vector::LANES;
 
 /// Proof that the CPU has AMX with bf16 and bytes, and that the system lets this process use it.
@@ -161,17 +161,14 @@ unsafe fn load<const T: u8, E>(at: *const E, stride: usize) {
     unsafe { tile!("tileloadd tmm{t}, [{at} + {stride}]", t = const T, at = in(reg) at, stride = in(reg) stride) }
 }
 
-/// Store a tile of 64 bytes a row.
+/// Store a tile, its rows `stride` bytes apart.
 ///
 /// # Safety
-/// The tiles have a shape.
+/// The tiles have a shape, and all rows of this one are writable.
 #[inline(always)]
-unsafe fn store<const T: u8, E>(out: &mut TileOf<E>) {
-    const { assert!(size_of::<E>() == 4) }
-    // SAFETY: the caller's promise; `out` has as many rows as any tile.
-    unsafe {
-        tile!("tilestored [{at} + {stride}], tmm{t}", t = const T, at = in(reg) out.0.as_mut_ptr(), stride = in(reg) 64usize)
-    }
+unsafe fn store<const T: u8, E>(at: *mut E, stride: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { tile!("tilestored [{at} + {stride}], tmm{t}", t = const T, at = in(reg) at, stride = in(reg) stride) }
 }
 
 /// # Safety
@@ -208,6 +205,10 @@ fn holds(len: usize, rows: usize, stride: usize, width: usize) -> bool {
 }
 
 impl Shaped for AmxShaped {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
     #[inline(always)]
     fn bf16<'a, const R: usize>(
         &self,
@@ -217,27 +218,32 @@ impl Shaped for AmxShaped {
         mut right: impl FnMut(usize) -> [&'a [Pairs]; 2],
         right_stride: usize,
         anew: bool,
-        sums: &mut [[TileOf<f32>; 2]; R],
+        sums: [&mut [f32]; R],
+        sums_stride: usize,
+        panel: usize,
     ) {
         const { assert!(R == 1 || R == 2) }
+        let fits = |sums: &[f32]| panel <= sums.len() && holds(sums.len() - panel, self.rows, sums_stride, LANES);
+        assert!(sums.iter().all(|sums| fits(sums)), "sums of {sums_stride}");
         let width = steps.checked_mul(self.words).expect("pairs of a row");
         assert!(left.iter().all(|left| holds(left.len(), self.rows, left_stride, width)), "rows of {left_stride}");
         let (left_bytes, right_bytes) = (size_of::<u32>() * left_stride, size_of::<Pairs>() * right_stride);
+        let sums_bytes = size_of::<f32>() * sums_stride;
         // SAFETY: a value of this type proves that the tiles have its shape; the assertions, that all rows are in the slices.
         unsafe {
             if anew {
                 zero::<0>();
                 zero::<1>();
             } else {
-                load::<0, _>(sums[0][0].0.as_ptr(), 64);
-                load::<1, _>(sums[0][1].0.as_ptr(), 64);
+                load::<0, _>(sums[0].as_ptr(), sums_bytes);
+                load::<1, _>(sums[0].as_ptr().add(panel), sums_bytes);
             }
             if R == 2 && anew {
                 zero::<2>();
                 zero::<3>();
             } else if R == 2 {
-                load::<2, _>(sums[1][0].0.as_ptr(), 64);
-                load::<3, _>(sums[1][1].0.as_ptr(), 64);
+                load::<2, _>(sums[1].as_ptr(), sums_bytes);
+                load::<3, _>(sums[1].as_ptr().add(panel), sums_bytes);
             }
             for step in 0..steps {
                 let right = right(step);
@@ -256,17 +262,17 @@ impl Shaped for AmxShaped {
                     dot_bf16::<3, 5, 7>();
                 }
             }
-            store::<0, _>(&mut sums[0][0]);
-            store::<1, _>(&mut sums[0][1]);
+            store::<0, _>(sums[0].as_mut_ptr(), sums_bytes);
+            store::<1, _>(sums[0].as_mut_ptr().add(panel), sums_bytes);
             if R == 2 {
-                store::<2, _>(&mut sums[1][0]);
-                store::<3, _>(&mut sums[1][1]);
+                store::<2, _>(sums[1].as_mut_ptr(), sums_bytes);
+                store::<3, _>(sums[1].as_mut_ptr().add(panel), sums_bytes);
             }
         }
     }
 
     #[inline(always)]
-    fn bytes(&self, left: [&[i32]; 2], left_stride: usize, right: [&[Fours]; 2], sums: &mut [TileOf<i32>; 2]) {
+    fn bytes(&self, left: [&[i32]; 2], left_stride: usize, right: [&[Fours]; 2], sums: &mut TwoTiles<i32>) {
         assert!(left.iter().all(|left| holds(left.len(), self.rows, left_stride, self.words)), "rows of {left_stride}");
         assert!(right.iter().all(|right| right.len() >= self.words), "panels of {}", self.words);
         let left_bytes = size_of::<i32>() * left_stride;
@@ -276,12 +282,12 @@ impl Shaped for AmxShaped {
             load::<6, _>(right[0].as_ptr(), size_of::<Fours>());
             zero::<0>();
             dot_bytes::<0, 4, 6>();
-            store::<0, _>(&mut sums[0]);
+            store::<0, _>(sums.0[0].as_mut_ptr(), 64);
             load::<5, _>(left[1].as_ptr(), left_bytes);
             load::<7, _>(right[1].as_ptr(), size_of::<Fours>());
             zero::<1>();
             dot_bytes::<1, 5, 7>();
-            store::<1, _>(&mut sums[1]);
+            store::<1, _>(sums.0[1].as_mut_ptr(), 64);
         }
     }
 }

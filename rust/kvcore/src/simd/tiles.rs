@@ -14,11 +14,22 @@ pub const TILE_ROWS: usize = 16;
 /// Pairs of bf16, or fours of bytes, that one product of tiles sums at most.
 pub const TILE_WORDS: usize = 16;
 
-/// 16 columns for each of up to 16 rows. What lies behind the rows that a tile has is not written. Each row is a cache line: one
-/// that lay across two would take twice as long.
+/// 16 columns for each of up to 16 rows, twice. What lies behind the rows that a tile has is not written. Each row is a cache line:
+/// one that lay across two would take twice as long.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
-pub struct TileOf<T>(pub [[T; LANES]; TILE_ROWS]);
+pub struct TwoTiles<T>(pub [[[T; LANES]; TILE_ROWS]; 2]);
+
+/// Values of a tile of [`TwoTiles`].
+pub const TILE_VALUES: usize = LANES * TILE_ROWS;
+
+impl<T> TwoTiles<T> {
+    /// All values, the second tile's behind the first's.
+    pub fn values_mut(&mut self) -> &mut [T] {
+        self.0.as_flattened_mut().as_flattened_mut()
+    }
+}
+
 /// 16 columns' pairs of bf16.
 pub type Pairs = [u16; 2 * LANES];
 /// 16 columns' fours of bytes.
@@ -39,10 +50,14 @@ pub trait Tiles: Copy + Send + Sync + 'static {
 
 /// Products of tiles.
 pub trait Shaped {
+    /// Rows of a tile.
+    fn rows(&self) -> usize;
+
     /// Add the products of `R` tiles of rows with two panels to `sums`, or begin these anew, step after step.
     ///
     /// `left`: for each tile its rows of pairs of bf16, `left_stride` apart, of which each step takes as many as a tile has words;
-    /// `right`: for a step rows of 16 pairs for each panel, `right_stride` apart, likewise as many.
+    /// `right`: for a step rows of 16 pairs for each panel, `right_stride` apart, likewise as many. `sums`: for each tile its rows,
+    /// `sums_stride` apart, the second panel's `panel` behind the first's; the same, if the panels are.
     ///
     /// # Panics
     /// If a slice is too short.
@@ -55,7 +70,9 @@ pub trait Shaped {
         right: impl FnMut(usize) -> [&'a [Pairs]; 2],
         right_stride: usize,
         anew: bool,
-        sums: &mut [[TileOf<f32>; 2]; R],
+        sums: [&mut [f32]; R],
+        sums_stride: usize,
+        panel: usize,
     );
 
     /// Two tiles of whole products: of rows of signed bytes, four in a number, `left_stride` apart, with a panel of such bytes for
@@ -63,7 +80,7 @@ pub trait Shaped {
     ///
     /// # Panics
     /// If a slice is too short.
-    fn bytes(&self, left: [&[i32]; 2], left_stride: usize, right: [&[Fours]; 2], sums: &mut [TileOf<i32>; 2]);
+    fn bytes(&self, left: [&[i32]; 2], left_stride: usize, right: [&[Fours]; 2], sums: &mut TwoTiles<i32>);
 }
 
 /// No tile registers: there is no value of this.
@@ -79,6 +96,9 @@ impl Tiles for NoTiles {
 }
 
 impl Shaped for NoTiles {
+    fn rows(&self) -> usize {
+        match *self {}
+    }
     fn bf16<'a, const R: usize>(
         &self,
         _: [&[u32]; R],
@@ -87,11 +107,13 @@ impl Shaped for NoTiles {
         _: impl FnMut(usize) -> [&'a [Pairs]; 2],
         _: usize,
         _: bool,
-        _: &mut [[TileOf<f32>; 2]; R],
+        _: [&mut [f32]; R],
+        _: usize,
+        _: usize,
     ) {
         match *self {}
     }
-    fn bytes(&self, _: [&[i32]; 2], _: usize, _: [&[Fours]; 2], _: &mut [TileOf<i32>; 2]) {
+    fn bytes(&self, _: [&[i32]; 2], _: usize, _: [&[Fours]; 2], _: &mut TwoTiles<i32>) {
         match *self {}
     }
 }
