@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! K and V in a format of the kernels    the blocks' own tiles; only their addresses are gathered
-//! int4                                  each tile is expanded to bf16, in a buffer
+//! int4; fp8 and int8 for tile registers   each tile is expanded to bf16, in a buffer
 //! latent                                V is the first v_dim dimensions of the K rows: K tiles are turned, in a buffer
 //! ```
 //! A buffer is filled once for all queries of a row tile. Tiles that no row sees are not looked up: their blocks need
@@ -14,11 +14,17 @@ use std::ops::Range;
 use super::gather::{Gathered, gather, leaves};
 use super::tree::Path;
 use crate::paging::BlockId;
-use crate::simd::{Format, Simd, Work};
-use crate::storage::{KvDtype, LayerView, TILE, expand_k_tile, expand_v_tile};
+use crate::simd::{Format, LANES, Simd, Work};
+use crate::storage::{LayerView, TILE, expand_k_tile, expand_v_tile};
 
 /// Tokens of one chunk of the softmax.
 pub const CHUNK: usize = 256;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Tiles that lie between the one that is expanded and the one that is asked for.
+const AHEAD: usize = 2;
 
 /// Tiles of a chunk.
 pub const TILES: usize = CHUNK / TILE;
@@ -30,7 +36,7 @@ pub struct Context<'a> {
     pub view: LayerView<'a>,
     /// The sequence's block table.
     pub blocks: &'a [BlockId],
-    /// The KV heads; one alone where tiles are expanded, turned or gathered.
+    /// The KV heads; one alone where tiles are turned or gathered.
     pub heads: Range<usize>,
 }
 
@@ -118,8 +124,8 @@ impl<'a> Context<'a> {
     }
 
     /// Whether tiles are expanded before they are multiplied.
-    pub fn expands(&self) -> bool {
-        self.view.layout.dtype == KvDtype::Int4
+    pub fn expands<F: Format>(&self) -> bool {
+        self.view.layout.dtype.bits() * F::STEP * LANES != 8 * size_of::<F::Raw>()
     }
 
     /// The block of tile `t` (16 tokens at `16 t`), and which of its tiles that is.
@@ -134,17 +140,29 @@ impl<'a> Context<'a> {
         self.view.k_tiles(block, &self.heads, tile)
     }
 
+    /// Ask for all that tile `t` has stored.
+    #[inline(always)]
+    fn ask<S: Simd>(&self, s: S, t: usize) {
+        let (block, tile) = self.place(t);
+        let v = if self.view.layout.latent { &[] } else { self.view.v_tiles(block, &self.heads, tile) };
+        for bytes in [self.view.k_tiles(block, &self.heads, tile), v] {
+            for line in bytes.chunks(LINE) {
+                s.prefetch(line.as_ptr());
+            }
+        }
+    }
+
     /// Whether V is not read as it is stored.
-    pub fn turns(&self) -> bool {
-        self.expands() || self.view.layout.latent
+    pub fn turns<F: Format>(&self) -> bool {
+        self.expands::<F>() || self.view.layout.latent
     }
 
     /// Make room in `buffers` for [`Self::chunk`], or none if it needs none.
     pub fn prepare<F: Format>(&self, buffers: &mut Buffers<F>) {
         let (k, v) = self.steps::<F>();
-        let room = |steps: usize, needed: bool| if needed { TILES * steps } else { 0 };
-        buffers.k.resize(room(k, self.expands()), bytemuck::Zeroable::zeroed());
-        buffers.v.resize(room(v, self.turns()), bytemuck::Zeroable::zeroed());
+        let room = |steps: usize, needed: bool| if needed { TILES * self.heads.len() * steps } else { 0 };
+        buffers.k.resize(room(k, self.expands::<F>()), bytemuck::Zeroable::zeroed());
+        buffers.v.resize(room(v, self.turns::<F>()), bytemuck::Zeroable::zeroed());
     }
 
     /// Tile `t` as the kernels read it.
@@ -152,11 +170,11 @@ impl<'a> Context<'a> {
         let (view, head) = (self.view, self.heads.start);
         let (block, tile) = self.place(t);
         let (k, v) = (&mut to.k[..], &mut to.v[..]);
-        s.run(FillTile::<F> { context: self, block, tile, k: self.expands().then_some(&mut *k), v });
-        if !self.expands() {
+        s.run(FillTile::<F> { context: self, head, block, tile, k: self.expands::<F>().then_some(&mut *k), v });
+        if !self.expands::<F>() {
             k.copy_from_slice(bytemuck::cast_slice(view.k_tile(block, head, tile)));
         }
-        if !self.turns() {
+        if !self.turns::<F>() {
             v.copy_from_slice(bytemuck::cast_slice(view.v_tile(block, head, tile)));
         }
         let scales = (view.k_token_scales(block, head, tile), view.v_token_scales(block, head, tile));
@@ -169,10 +187,10 @@ impl<'a> Context<'a> {
         let mut chunk = Chunk { steps: self.steps::<F>(), k: [&[]; TILES], v: [&[]; TILES], scales: Vec::new() };
         for t in tiles {
             let (block, tile) = self.place(c * TILES + t);
-            if !self.expands() {
+            if !self.expands::<F>() {
                 chunk.k[t] = bytemuck::cast_slice(view.k_tiles(block, &self.heads, tile));
             }
-            if !self.turns() {
+            if !self.turns::<F>() {
                 chunk.v[t] = bytemuck::cast_slice(view.v_tiles(block, &self.heads, tile));
             }
             for (i, head) in self.heads.clone().enumerate() {
@@ -211,7 +229,7 @@ impl<'a> Context<'a> {
         }
         let buffers: &'b Buffers<F> = buffers;
         let mut chunk = self.stored_chunk(c, tiles.clone());
-        let (k_steps, v_steps) = chunk.steps;
+        let (k_steps, v_steps) = (chunk.steps.0 * self.heads.len(), chunk.steps.1 * self.heads.len());
         for t in tiles {
             if !buffers.k.is_empty() {
                 chunk.k[t] = &buffers.k[t * k_steps..][..k_steps];
@@ -243,12 +261,18 @@ impl<S: Simd, F: Format> Work<S> for Fill<'_, F> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        let (k_steps, v_steps) = self.context.steps::<F>();
-        for t in self.tiles {
+        let ((k_steps, v_steps), heads) = (self.context.steps::<F>(), &self.context.heads);
+        for t in self.tiles.clone() {
             let (block, tile) = self.context.place(self.c * TILES + t);
-            let v = &mut self.buffers.v[t * v_steps..][..v_steps];
-            let k = self.buffers.k.get_mut(t * k_steps..(t + 1) * k_steps);
-            FillTile::<F> { context: self.context, block, tile, k, v }.run(s);
+            if t + AHEAD < self.tiles.end {
+                self.context.ask(s, self.c * TILES + t + AHEAD);
+            }
+            for head in heads.clone() {
+                let place = t * heads.len() + head - heads.start;
+                let v = &mut self.buffers.v[place * v_steps..][..v_steps];
+                let k = self.buffers.k.get_mut(place * k_steps..(place + 1) * k_steps);
+                FillTile::<F> { context: self.context, head, block, tile, k, v }.run(s);
+            }
         }
     }
 }
@@ -256,6 +280,7 @@ impl<S: Simd, F: Format> Work<S> for Fill<'_, F> {
 /// Expand or turn one tile; nothing where the kernels read the block's own.
 struct FillTile<'a, F: Format> {
     context: &'a Context<'a>,
+    head: usize,
     block: BlockId,
     tile: usize,
     /// Where formats are expanded.
@@ -268,8 +293,7 @@ impl<S: Simd, F: Format> Work<S> for FillTile<'_, F> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        let Self { context: Context { view, heads, .. }, block, tile, k, v } = self;
-        let head = heads.start;
+        let Self { context: Context { view, .. }, head, block, tile, k, v } = self;
         let expands = k.is_some();
         let k: &[F::Raw] = match k {
             Some(k) => {

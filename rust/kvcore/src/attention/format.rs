@@ -4,11 +4,12 @@
 use crate::simd::{Level, TILE_WORDS};
 use crate::storage::{KvDtype, Layout};
 
-/// Whether tile registers multiply this layout on this level: bf16, and int4, whose tiles are expanded to bf16. A step of a tile
-/// takes 16 dimensions at least.
+/// Whether tile registers multiply this layout on this level: bf16, and what is expanded to it. A step of a tile takes 16
+/// dimensions at least.
 pub fn tiled(level: Level, layout: &Layout) -> bool {
     level.has_tiles()
-        && matches!(layout.dtype, KvDtype::Bf16 | KvDtype::Int4)
+        && layout.dtype.bits() <= 16
+        && layout.dtype != KvDtype::F16
         && layout.k_dim.is_multiple_of(TILE_WORDS)
 }
 
@@ -16,15 +17,10 @@ pub fn tiled(level: Level, layout: &Layout) -> bool {
 macro_rules! with_format {
     ($level:expr, $layout:expr, |$F:ident| $body:expr) => {
         match $layout.dtype {
+            _ if crate::attention::format::tiled($level, $layout) => with_format!(@ $F TiledBf16, $body),
             crate::storage::KvDtype::F32 => with_format!(@ $F F32, $body),
             crate::storage::KvDtype::F16 => with_format!(@ $F F16, $body),
-            crate::storage::KvDtype::Bf16 | crate::storage::KvDtype::Int4 => {
-                if crate::attention::format::tiled($level, $layout) {
-                    with_format!(@ $F TiledBf16, $body)
-                } else {
-                    with_format!(@ $F Bf16, $body)
-                }
-            }
+            crate::storage::KvDtype::Bf16 | crate::storage::KvDtype::Int4 => with_format!(@ $F Bf16, $body),
             crate::storage::KvDtype::Fp8E4M3 => with_format!(@ $F Fp8E4M3, $body),
             crate::storage::KvDtype::Fp8E5M2 => with_format!(@ $F Fp8E5M2, $body),
             crate::storage::KvDtype::Int8 => with_format!(@ $F Int8, $body),

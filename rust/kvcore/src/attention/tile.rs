@@ -30,7 +30,7 @@ use super::softmax::{Merge, Plain, Weights};
 use super::tree::Path;
 use crate::paging::BlockId;
 use crate::simd::{Format, Simd};
-use crate::storage::{KvDtype, LayerView, TILE};
+use crate::storage::{LayerView, TILE};
 
 /// Tiles of a chunk that all heads of a tile go through before the next ones.
 const WINDOW: usize = MAX_TILES;
@@ -74,7 +74,7 @@ pub struct QueryTile<'a> {
     pub view: LayerView<'a>,
     /// The rows' block table.
     pub blocks: &'a [BlockId],
-    /// The KV heads; one alone where rows have a path, or tiles are not read as they are stored.
+    /// The KV heads; one alone where rows have a path, or rows are latent.
     pub heads: Range<usize>,
     /// Query heads for each KV head.
     pub group: usize,
@@ -170,7 +170,7 @@ impl RegisterTile {
 /// The most KV heads that a tile of `rows` rows should have: as many as fill `queries`.
 pub fn heads_of(view: &LayerView<'_>, rows: &[Row<'_>], group: usize, queries: usize) -> usize {
     let l = &view.layout;
-    if l.latent || l.dtype == KvDtype::Int4 || rows.iter().any(|row| row.path.is_some()) {
+    if l.latent || rows.iter().any(|row| row.path.is_some()) {
         return 1;
     }
     let within = (HEADS_BYTES / l.k_tile_bytes().max(1)).min(queries / (rows.len() * group).max(1));
@@ -283,9 +283,7 @@ impl QueryTile<'_> {
         let (n, dim) = (self.num_queries(), self.view.layout.k_dim);
         let steps = dim / F::STEP;
         scratch.queries.resize((n + F::SLACK) * steps, bytemuck::Zeroable::zeroed());
-        if self.heads.len() == 1 {
-            self.context().prepare(&mut scratch.buffers);
-        }
+        self.context().prepare(&mut scratch.buffers);
         scratch.tiles.clear();
         scratch.tiles.extend(self.register_tiles::<S, F>());
         for &(first, m) in &scratch.tiles {
@@ -340,10 +338,7 @@ impl QueryTile<'_> {
             _ => None,
         };
         let context = self.context();
-        let chunk = match self.heads.len() {
-            1 => context.chunk(s, c, tiles.clone(), path, buffers),
-            _ => context.stored_chunk(c, tiles.clone()),
-        };
+        let chunk = context.chunk(s, c, tiles.clone(), path, buffers);
         registers.clear();
         registers.extend(register_tiles.iter().filter_map(|&(first, m)| {
             let mut visible = [const { 0..0 }; MAX_M];
@@ -375,7 +370,7 @@ impl QueryTile<'_> {
             let (start, end) = (registers[0].first, registers.last().map_or(0, |r| r.first + r.m));
             scores.resize(scores.len().max(end - start), [0.0; CHUNK]);
             weights.resize(weights.len().max(end - start + F::SLACK), [bytemuck::Zeroable::zeroed(); CHUNK]);
-            let asks = of == WINDOW && start == 0 && !context.turns();
+            let asks = of == WINDOW && start == 0 && !context.turns::<F>();
             F::with_scores(s, self.per_head(), self.view.layout.k_dim, |shape| {
                 for window in windows() {
                     let seen = |r: &RegisterTile| {

@@ -54,9 +54,9 @@ impl Multiply for TiledBf16 {
         left.min(QUERIES)
     }
 
-    fn pack<S: Simd>(s: S, q: &[f32], packed: &mut [u32], m: usize, query: usize) {
+    fn pack<S: Simd>(s: S, q: &[f32], packed: &mut [S::Factor], m: usize, query: usize) {
         let pairs = packed.len() / m;
-        s.run(Pack { q, packed: &mut packed[query * pairs..][..pairs] });
+        s.run(Pack::<S> { q, packed: &mut packed[query * pairs..][..pairs] });
     }
 
     fn with_scores<S: Simd>(s: S, queries: usize, k_dim: usize, work: impl FnOnce(&Self::Shape<S>)) {
@@ -72,10 +72,11 @@ impl Multiply for TiledBf16 {
         shape: &Self::Shape<S>,
         chunk: HeadChunk<'_, Self>,
         tiles: Range<usize>,
-        queries: &[u32],
+        queries: &[S::Factor],
         scores: &mut [[f32; CHUNK]],
         ahead: Option<&mut Ahead>,
     ) {
+        let queries = bytemuck::cast_slice(queries);
         by_tiles!(s, scores.len(), |R| Scores::<S, R> { shape, chunk, tiles, queries, scores, ahead });
     }
 
@@ -86,11 +87,13 @@ impl Multiply for TiledBf16 {
         tokens: &Range<usize>,
         visible: &[Range<usize>],
         shared: &Shared,
-        weights: &mut [[u32; CHUNK]],
+        weights: &mut [[S::Factor; CHUNK]],
         acc: &mut [f32],
         width: usize,
         ahead: Option<&mut Ahead>,
     ) {
+        // Where there are tile registers a factor is two bf16 values as they are.
+        let weights = bytemuck::cast_slice_mut(weights);
         let (tiles, any) = (tiles_of(tokens), &shared.any);
         by_tiles!(s, visible.len(), |R| {
             Mix::<S, R> { shape, chunk, tiles, any, visible, weights, acc, vectors: width / LANES, ahead }
@@ -106,12 +109,12 @@ impl Multiply for TiledBf16 {
     }
 }
 
-struct Pack<'a> {
+struct Pack<'a, S: Simd> {
     q: &'a [f32],
-    packed: &'a mut [u32],
+    packed: &'a mut [S::Factor],
 }
 
-impl<S: Simd> Work<S> for Pack<'_> {
+impl<S: Simd> Work<S> for Pack<'_, S> {
     type Output = ();
 
     #[inline(always)]

@@ -3,13 +3,13 @@
 
 use std::arch::x86_64::*;
 
-use super::amx::Amx;
+use super::tiles::NoTiles;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
-/// Proof that the CPU has AVX-512 F, BW, DQ, VL and VNNI, and FMA; and tile registers, if they are to be used.
+/// Proof that the CPU has AVX-512 F, BW, DQ, VL and VNNI, and FMA.
 #[derive(Clone, Copy, Debug)]
-pub struct Avx512(Option<Amx>);
+pub struct Avx512(());
 
 impl Avx512 {
     /// `None` if the CPU lacks a feature.
@@ -21,12 +21,7 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512vnni")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma");
-        has.then_some(Self(None))
-    }
-
-    /// The same with tile registers: `None` if the CPU lacks them.
-    pub fn with_amx() -> Option<Self> {
-        Self::new().and_then(|_| Amx::new()).map(|amx| Self(Some(amx)))
+        has.then_some(Self(()))
     }
 }
 
@@ -303,12 +298,7 @@ impl Simd for Avx512 {
     type Factor = [f32; 2];
     type I32 = __m512i;
     type Bytes = __m512i;
-    type Tiles = Amx;
-
-    #[inline(always)]
-    fn tiles(self) -> Option<Amx> {
-        self.0
-    }
+    type Tiles = NoTiles;
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {

@@ -2,20 +2,25 @@
 
 use std::arch::x86_64::*;
 
+use super::amx::Amx;
 use super::avx512::{Avx512, Unaligned, f32_in_one_register, of_each, widen_int8};
-use super::tiles::NoTiles;
 use super::vector::{LANES, Simd, Work};
 use crate::formats::fp8;
 
-/// Proof that the CPU has what [`Avx512`] asks for, and AVX-512 BF16 and VBMI.
+/// Proof that the CPU has what [`Avx512`] asks for, and AVX-512 BF16 and VBMI; and tile registers, if they are to be used.
 #[derive(Clone, Copy, Debug)]
-pub struct Avx512Bf16(());
+pub struct Avx512Bf16(Option<Amx>);
 
 impl Avx512Bf16 {
     /// `None` if the CPU lacks a feature.
     pub fn new() -> Option<Self> {
         let has = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi");
-        Avx512::new().filter(|_| has).map(|_| Self(()))
+        Avx512::new().filter(|_| has).map(|_| Self(None))
+    }
+
+    /// The same with tile registers: `None` if the CPU lacks them.
+    pub fn with_amx() -> Option<Self> {
+        Self::new().and_then(|_| Amx::new()).map(|amx| Self(Some(amx)))
     }
 
     /// Whether this CPU multiplies no more bf16 pairs a second than f32 values would give, so that it gains by widening,
@@ -114,7 +119,12 @@ impl Simd for Avx512Bf16 {
     type Factor = u32;
     type I32 = __m512i;
     type Bytes = __m512i;
-    type Tiles = NoTiles;
+    type Tiles = Amx;
+
+    #[inline(always)]
+    fn tiles(self) -> Option<Amx> {
+        self.0
+    }
 
     #[inline]
     fn run<W: Work<Self>>(self, work: W) -> W::Output {
@@ -153,6 +163,28 @@ impl Simd for Avx512Bf16 {
     fn two_pairs_e5m2(self, x: &[u8; 4 * LANES]) -> [__m512i; 2] {
         // SAFETY: `self` proves the features.
         unsafe { look_up_two(&E5M2, x) }
+    }
+    #[inline(always)]
+    fn widen_e4m3(self, x: &[u8; 4 * LANES], out: &mut [[u16; 2 * LANES]; 2]) {
+        for (x, out) in self.two_pairs_e4m3(x).into_iter().zip(out) {
+            // SAFETY: `self` proves the feature; 64 bytes are writable behind `out`, at any alignment.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
+        }
+    }
+    #[inline(always)]
+    fn widen_e5m2(self, x: &[u8; 4 * LANES], out: &mut [[u16; 2 * LANES]; 2]) {
+        for (x, out) in self.two_pairs_e5m2(x).into_iter().zip(out) {
+            // SAFETY: `self` proves the feature; 64 bytes are writable behind `out`, at any alignment.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
+        }
+    }
+    #[inline(always)]
+    fn widen_int8(self, x: &[i8; 4 * LANES], out: &mut [[u16; 2 * LANES]; 2]) {
+        for (x, out) in x.as_chunks().0.iter().zip(out) {
+            let pairs = self.pair_int8(x);
+            // SAFETY: `self` proves the feature; 64 bytes are writable behind `out`, at any alignment.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), pairs) }
+        }
     }
     #[inline(always)]
     fn pair_int8(self, x: &[i8; 2 * LANES]) -> __m512i {

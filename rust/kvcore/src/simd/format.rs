@@ -200,13 +200,13 @@ paired!(Fp8E4M3, u8, pair_e4m3, two_pairs_e4m3);
 paired!(Fp8E5M2, u8, pair_e5m2, two_pairs_e5m2);
 paired!(Int8, i8, pair_int8);
 
-/// As [`Bf16`] for tile registers, which take pairs of factors as they are stored.
+/// As [`Bf16`], for tile registers.
 #[derive(Clone, Copy, Debug)]
 pub struct TiledBf16;
 
 impl Format for TiledBf16 {
     type Raw = [u16; 2 * LANES];
-    type Coef<S: Simd> = u32;
+    type Coef<S: Simd> = S::Factor;
     type Loaded<S: Simd> = S::Pair;
     const STEP: usize = 2;
 
@@ -231,14 +231,15 @@ impl Format for TiledBf16 {
         Bf16::exp2(s, x)
     }
     #[inline(always)]
-    fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [u32]) -> S::F32 {
-        let x = math::round_to_8_bits(s, x);
-        Self::store_coefs(s, x, out);
-        x
+    fn store_weights<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) -> S::F32 {
+        Bf16::store_weights(s, x, out)
     }
     #[inline(always)]
-    fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [u32]) {
-        let out: &mut [u32; LANES / 2] = out.first_chunk_mut().expect("8 pairs");
-        s.store_bf16(x, bytemuck::cast_mut(out));
+    fn add_two_weights<S: Simd>(s: S, sum: S::F32, x: [S::F32; 2], out: &mut [S::Factor]) -> S::F32 {
+        Bf16::add_two_weights(s, sum, x, out)
+    }
+    #[inline(always)]
+    fn store_coefs<S: Simd>(s: S, x: S::F32, out: &mut [S::Factor]) {
+        Bf16::store_coefs(s, x, out);
     }
 }

@@ -25,7 +25,7 @@ enum Kind {
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(Avx512Bf16),
     #[cfg(target_arch = "x86_64")]
-    Amx(Avx512),
+    Amx(Avx512Bf16),
     #[cfg(target_arch = "aarch64")]
     Neon(Neon),
 }
@@ -45,7 +45,7 @@ impl Level {
             let slow = bf16.is_some_and(Avx512Bf16::is_slow);
             let bf16 = bf16.map(Kind::Avx512Bf16);
             levels.extend(if slow { [bf16, f32] } else { [f32, bf16] }.into_iter().flatten());
-            levels.extend(Avx512::with_amx().map(Kind::Amx));
+            levels.extend(Avx512Bf16::with_amx().map(Kind::Amx));
         }
         #[cfg(target_arch = "aarch64")]
         levels.extend(Neon::new().map(Kind::Neon));
@@ -123,9 +123,9 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(s) => s.run(work),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(s) | Kind::Amx(s) => s.run(work),
+            Kind::Avx512(s) => s.run(work),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512Bf16(s) => s.run(work),
+            Kind::Avx512Bf16(s) | Kind::Amx(s) => s.run(work),
             #[cfg(target_arch = "aarch64")]
             Kind::Neon(s) => s.run(work),
         }

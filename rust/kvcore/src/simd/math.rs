@@ -116,9 +116,3 @@ pub fn gelu_tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
     let inner = s.mul(s.splat(0.797_884_6), s.mul_add(cube, s.splat(0.044_715), x));
     s.mul(s.mul(x, s.splat(0.5)), s.add(s.splat(1.0), tanh(s, inner)))
 }
-/// The nearest number of 8 bits (ties either way) for values between 0 and 1: a bf16 value. Veltkamp's split of 24 bits.
-#[inline(always)]
-pub fn round_to_8_bits<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    let c = s.mul(x, s.splat(65537.0));
-    s.sub(c, s.sub(c, x))
-}

@@ -1,8 +1,8 @@
 //! The small vector trait that every algorithm is written over.
 #![forbid(unsafe_code)]
 
-use super::math;
 use super::tiles::Tiles;
+use crate::formats::fp8;
 
 /// Logical lanes of every level: a block of the cache has 16 tokens, a panel of weights 16 outputs.
 pub const LANES: usize = 16;
@@ -103,6 +103,21 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let [a, b]: &[[u8; 2 * LANES]; 2] = bytemuck::cast_ref(x);
         [self.pair_e5m2(a), self.pair_e5m2(b)]
     }
+    /// Fp8 e4m3 as bf16, exactly.
+    #[inline(always)]
+    fn widen_e4m3(self, x: &[u8; 4 * LANES], out: &mut [[u16; 2 * LANES]; 2]) {
+        *out = bytemuck::cast(x.map(fp8::e4m3_to_bf16_bits));
+    }
+    /// Fp8 e5m2 as bf16, exactly.
+    #[inline(always)]
+    fn widen_e5m2(self, x: &[u8; 4 * LANES], out: &mut [[u16; 2 * LANES]; 2]) {
+        *out = bytemuck::cast(x.map(fp8::e5m2_to_bf16_bits));
+    }
+    /// 8-bit integers as bf16, exactly.
+    #[inline(always)]
+    fn widen_int8(self, x: &[i8; 4 * LANES], out: &mut [[u16; 2 * LANES]; 2]) {
+        *out = bytemuck::cast(x.map(|x| (f32::from(x).to_bits() >> 16) as u16));
+    }
     /// Load 16 pairs of 8-bit integers, exactly widened to bf16.
     fn pair_int8(self, x: &[i8; 2 * LANES]) -> Self::Pair;
     /// The same pairs with the second value of each set to zero (an odd number of tokens; the other may be NaN).
@@ -114,7 +129,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Round 16 values between 0 and 1 to the nearest bf16 (ties either way), store them as 8 factors, and return them.
     #[inline(always)]
     fn store_weights(self, x: Self::F32, out: &mut [Self::Factor; LANES / 2]) -> Self::F32 {
-        let x = math::round_to_8_bits(self, x);
+        // Veltkamp's split: the upper 8 bits of 24.
+        let c = self.mul(x, self.splat(65537.0));
+        let x = self.sub(c, self.sub(c, x));
         self.store_factors(x, out);
         x
     }

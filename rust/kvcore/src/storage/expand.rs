@@ -8,6 +8,7 @@
 //! CPU and equal to what [`super::KvStore::read`] gives.
 #![forbid(unsafe_code)]
 
+use super::KvDtype;
 use super::layout::TILE;
 use super::view::LayerView;
 use crate::formats::int4::{K_GROUP, V_GROUP};
@@ -16,9 +17,13 @@ use crate::simd::{LANES, Level, Simd, Work};
 
 const _: () = assert!(V_GROUP.is_multiple_of(LANES), "a vector of V lies in one group");
 
-/// An int4 K tile as a bf16 one: `[k_dim / 2][16 tokens][2]`, which `out` must have place for.
+/// A K tile of 8 or 4 bits as a bf16 one: `[k_dim / 2][16 tokens][2]`, which `out` must have place for.
 #[inline(always)]
 pub fn expand_k_tile<S: Simd>(s: S, view: &LayerView<'_>, block: BlockId, head: usize, tile: usize, out: &mut [u16]) {
+    if view.layout.dtype != KvDtype::Int4 {
+        widen(s, view.layout.dtype, view.k_tile(block, head, tile), out);
+        return;
+    }
     let pairs = view.k_tile(block, head, tile).as_chunks::<TILE>().0;
     let groups = view.k_groups(block, head, tile);
     let steps = pairs.chunks(K_GROUP / 2).zip(out.as_chunks_mut::<{ 2 * LANES }>().0.chunks_mut(K_GROUP / 2));
@@ -32,10 +37,14 @@ pub fn expand_k_tile<S: Simd>(s: S, view: &LayerView<'_>, block: BlockId, head: 
     }
 }
 
-/// An int4 V tile as a bf16 one: `[8 pairs of tokens][width][2]`, which `out` must have place for. What lies beyond
+/// A V tile of 8 or 4 bits as a bf16 one: `[8 pairs of tokens][width][2]`, which `out` must have place for. What lies beyond
 /// v_dim may be anything.
 #[inline(always)]
 pub fn expand_v_tile<S: Simd>(s: S, view: &LayerView<'_>, block: BlockId, head: usize, tile: usize, out: &mut [u16]) {
+    if view.layout.dtype != KvDtype::Int4 {
+        widen(s, view.layout.dtype, view.v_tile(block, head, tile), out);
+        return;
+    }
     let vectors = view.layout.width() / LANES;
     let codes = view.v_tile(block, head, tile).as_chunks::<LANES>().0;
     let out = out.as_chunks_mut::<{ 2 * LANES }>().0;
@@ -50,6 +59,31 @@ pub fn expand_v_tile<S: Simd>(s: S, view: &LayerView<'_>, block: BlockId, head: 
             for d in g * (V_GROUP / LANES)..((g + 1) * (V_GROUP / LANES)).min(vectors) {
                 let (first, second) = s.load_nibbles(&codes[pair * vectors + d]);
                 s.store_bf16_pairs(value(first, even), value(second, odd), &mut out[pair * vectors + d]);
+            }
+        }
+    }
+}
+
+/// Values of 8 bits as bf16, in their order; their scales are the caller's affair.
+#[inline(always)]
+fn widen<S: Simd>(s: S, dtype: KvDtype, values: &[u8], out: &mut [u16]) {
+    let out = out.as_chunks_mut::<{ 2 * LANES }>().0.as_chunks_mut::<2>().0;
+    let steps = values.as_chunks::<{ 4 * LANES }>().0.iter().zip(out);
+    // Loops, since the level's features do not reach into closures that others call.
+    match dtype {
+        KvDtype::Fp8E4M3 => {
+            for (x, out) in steps {
+                s.widen_e4m3(x, out);
+            }
+        }
+        KvDtype::Fp8E5M2 => {
+            for (x, out) in steps {
+                s.widen_e5m2(x, out);
+            }
+        }
+        _ => {
+            for (x, out) in steps {
+                s.widen_int8(bytemuck::cast_ref(x), out);
             }
         }
     }
