@@ -87,11 +87,20 @@ test_x86_64() {
 test_python() {
   require "${PACKAGES[@]}"
   make --no-print-directory develop >/dev/null 2>&1 || make develop
-  local cpu
+  local cpu status again
   echo "--- python on Haswell and Nehalem"
   for cpu in "$HASWELL avx2" "Nehalem scalar"; do
-    timeout --foreground "$LIMIT" qemu-x86_64 -cpu ${cpu% *} .venv/bin/python tests/old_cpu.py ${cpu#* } ||
-      fail "kvcore failed in Python under qemu-x86_64 -cpu ${cpu% *}"
+    for again in yes no; do
+      status=0
+      timeout --foreground "$LIMIT" qemu-x86_64 -cpu ${cpu% *} .venv/bin/python tests/old_cpu.py ${cpu#* } || status=$?
+      # The emulator has ended one run of more than a hundred by a signal, for no reason that was found: threads and their signals
+      # are not its strength. An instruction that the CPU lacks ends every run.
+      if ((status < 128)) || [[ $again == no ]]; then
+        break
+      fi
+      echo "ended by signal $((status - 128)); once more"
+    done
+    ((status == 0)) || fail "kvcore failed in Python under qemu-x86_64 -cpu ${cpu% *}"
   done
 }
 

@@ -619,7 +619,7 @@ def test_levels_agree() -> None:
             np.testing.assert_allclose(value, outs["scalar"][name], rtol=0, atol=bound, err_msg=f"{level}, {name}")
 
 
-LEVEL_NAMES = ("scalar", "avx2", "avx512", "avx512f", "avx512bf16", "neon")
+LEVEL_NAMES = ("scalar", "avx2", "avx512", "avx512f", "avx512bf16", "amx", "neon")
 
 
 def test_forcing_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,3 +283,31 @@ fn blocks_go_into_their_own_format_alone() {
         assert!(matches!(pack(dtype, outputs, inputs), Err(Error::InvalidArgument(_))));
     }
 }
+
+/// Whole numbers are exact, and what is around them is the same: with tile registers or without, few rows or many.
+#[test]
+fn tile_registers_change_no_bit() {
+    let levels = Level::available();
+    let named = |name: &str| levels.iter().find(|level| level.name() == name).copied();
+    let (Some(with), Some(without)) = (named("amx"), named("avx512f")) else { return };
+    let threads = Threads::new(Some(2)).unwrap();
+    for dtype in BITS {
+        for (inputs, outputs) in [(1, 1), (33, 31), (64, 33), (416, 70), (1000, 96)] {
+            let (weights, bias) = (noise(3, inputs * outputs), noise(4, outputs));
+            let source = WeightsIn::F32(&weights);
+            for bias in [None, Some(&bias[..])] {
+                let linear = Linear::pack(without, &threads, source, outputs, inputs, dtype, bias).unwrap();
+                for rows in [1, 23, 24, 31, 32, 33, 47, 100, 300] {
+                    let mut x = noise(rows as u64, rows * inputs);
+                    x[rows / 2 * inputs] = f32::NAN;
+                    for add in [false, true] {
+                        let [a, b] = [with, without].map(|level| forward(&linear, level, &threads, &x, add));
+                        let same =
+                            a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()));
+                        assert!(same, "{dtype:?} {inputs} x {outputs}, {rows} rows, add {add}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -6,7 +6,7 @@ pub mod roofline;
 use std::hint::black_box;
 use std::time::Instant;
 
-use kvcore::simd::{LANES, Level, Simd, Work};
+use kvcore::simd::{LANES, Level, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles, Work};
 use kvcore::threads::{NEVER, Threads};
 
 /// Bytes of what is read to measure memory, not caches: twice the last-level cache, as far as that is known and sane.
@@ -132,8 +132,49 @@ impl<S: Simd> Work<S> for Sums {
     }
 }
 
+/// Products of bf16 by tile registers, with operands in the first-level cache.
+struct TileProducts {
+    rounds: usize,
+}
+
+impl TileProducts {
+    const STEPS: usize = 16;
+    /// Multiply-adds of a round: two tiles of rows with two panels.
+    const EACH: usize = Self::STEPS * 4 * TILE_VALUES * 2 * TILE_WORDS;
+}
+
+impl<S: Simd> Work<S> for TileProducts {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run(self, s: S) -> f32 {
+        let Some(tiles) = s.tiles() else { return 0.0 };
+        let left = black_box(vec![0x3f80_3f80_u32; TILE_ROWS * Self::STEPS * TILE_WORDS]);
+        let right: Vec<Pairs> = black_box(vec![[0x3f80; 2 * LANES]; 2 * TILE_WORDS]);
+        let mut sums = [TwoTiles([[[0.0f32; LANES]; TILE_ROWS]; 2]); 2];
+        tiles.shaped(TILE_ROWS, TILE_WORDS, |tiles| {
+            let panels = [&right[..TILE_WORDS], &right[TILE_WORDS..]];
+            for _ in 0..self.rounds {
+                let [first, second] = sums.each_mut().map(TwoTiles::values_mut);
+                let (stride, sums) = (Self::STEPS * TILE_WORDS, [first, second]);
+                tiles.bf16([&left, &left], stride, Self::STEPS, |_| panels, 1, true, sums, LANES, TILE_VALUES);
+            }
+        });
+        sums[0].0[0][0][0]
+    }
+}
+
 /// GMAC/s (10^9 multiply-adds) of one measurement of a few milliseconds.
 pub fn products(level: Level, threads: &Threads, bf16: bool) -> f64 {
+    if bf16 && level.has_tiles() {
+        let (rounds, parts) = (1_000, 4 * threads.num_threads());
+        let start = Instant::now();
+        let run = |()| {
+            black_box(level.dispatch(TileProducts { rounds }));
+        };
+        threads.for_each(vec![(); parts], NEVER, run).expect("threads");
+        return (rounds * TileProducts::EACH * parts) as f64 / start.elapsed().as_secs_f64() / 1e9;
+    }
     let (rounds, parts) = (200_000, 4 * threads.num_threads());
     let start = Instant::now();
     let run = |()| {

@@ -7,6 +7,7 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 use std::cell::Cell;
 use std::marker::PhantomData;
+use std::sync::OnceLock;
 
 use super::tiles::{Fours, Pairs, Shaped, TILE_ROWS, TILE_WORDS, Tiles, TwoTiles};
 use super::vector::LANES;
@@ -29,18 +30,24 @@ struct Config {
 impl Amx {
     /// `None` if the CPU or the system lacks it.
     pub fn new() -> Option<Self> {
-        const OSXSAVE: u32 = 1 << 27;
-        const BF16_TILE_INT8: u32 = 1 << 22 | 1 << 24 | 1 << 25;
-        const TILE_STATE: u64 = 3 << 17;
-        // SAFETY: every x86-64 CPU has cpuid; xgetbv is there where the system has turned OSXSAVE on.
-        #[allow(unused_unsafe, reason = "safe from Rust 1.93 on")]
-        let has = unsafe {
-            __cpuid(0).eax >= 7
-                && __cpuid_count(7, 0).edx & BF16_TILE_INT8 == BF16_TILE_INT8
-                && __cpuid(1).ecx & OSXSAVE != 0
-                && xcr0() & TILE_STATE == TILE_STATE
-        };
-        (has && allowed()).then_some(Self(()))
+        // As the standard library keeps what it has found out of a CPU: under a hypervisor each question is slow.
+        static HAS: OnceLock<bool> = OnceLock::new();
+        HAS.get_or_init(|| has() && allowed()).then_some(Self(()))
+    }
+}
+
+/// Whether the CPU has all of it, and the system keeps its state.
+fn has() -> bool {
+    const OSXSAVE: u32 = 1 << 27;
+    const BF16_TILE_INT8: u32 = 1 << 22 | 1 << 24 | 1 << 25;
+    const TILE_STATE: u64 = 3 << 17;
+    // SAFETY: every x86-64 CPU has cpuid; xgetbv is there where the system has turned OSXSAVE on.
+    #[allow(unused_unsafe, reason = "safe from Rust 1.93 on")]
+    unsafe {
+        __cpuid(0).eax >= 7
+            && __cpuid_count(7, 0).edx & BF16_TILE_INT8 == BF16_TILE_INT8
+            && __cpuid(1).ecx & OSXSAVE != 0
+            && xcr0() & TILE_STATE == TILE_STATE
     }
 }
 

@@ -261,3 +261,183 @@ fn levels_are_forced_by_name() {
     let missing = Level::select(foreign).unwrap_err().to_string();
     assert!(missing.contains("does not have it"), "{missing}");
 }
+
+/// What tile registers give, in plain arithmetic: each step's even products and its odd ones in order from zero, then their sum.
+fn step_sum(left: &[u32], right: impl Fn(usize) -> u32) -> f32 {
+    let parts = |bits: u32| [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)];
+    let mut sums = [0.0f32; 2];
+    for (i, &left) in left.iter().enumerate() {
+        let (left, right) = (parts(left), parts(right(i)));
+        for half in 0..2 {
+            sums[half] = left[half].mul_add(right[half], sums[half]);
+        }
+    }
+    sums[0] + sums[1]
+}
+
+/// Bits of bf16 numbers of all sizes, in pairs.
+fn noise_pairs(n: usize, seed: u32) -> Vec<u32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        half::bf16::from_f32(((state >> 8) as f32 / 8_388_608.0 - 1.0) * 2.0f32.powi((state >> 5 & 15) as i32 - 8))
+            .to_bits()
+    };
+    (0..n).map(|_| u32::from(next()) | u32::from(next()) << 16).collect()
+}
+
+struct TileProducts;
+
+impl<S: Simd> Work<S> for TileProducts {
+    type Output = bool;
+
+    fn run(self, s: S) -> bool {
+        let Some(tiles) = s.tiles() else { return false };
+        for (rows, words, steps) in [(16, 16, 3), (16, 8, 4), (1, 16, 2), (5, 8, 1), (13, 16, 1), (7, 3, 2)] {
+            // Strides with room between rows; what lies there is never read.
+            let (pairs, right_stride) = (steps * words, 3);
+            let stride = pairs + 5;
+            let mut left = noise_pairs(2 * rows * stride, 7);
+            for row in left.chunks_exact_mut(stride) {
+                row[pairs..].fill(0x7fc0_7fc0);
+            }
+            let right: Vec<Pairs> = noise_pairs(pairs * right_stride * LANES, 9)
+                .chunks_exact(LANES)
+                .map(|x| bytemuck::pod_read_unaligned(bytemuck::cast_slice(x)))
+                .collect();
+            let left = [&left[..rows * stride - 5], &left[rows * stride..]];
+            let panels = |step: usize| {
+                let right = &right[step * words * right_stride..];
+                [&right[..(words - 1) * right_stride + 1], &right[1..]]
+            };
+            let mut sums = [TwoTiles([[[0.5f32; LANES]; TILE_ROWS]; 2]); 2];
+            for anew in [false, true, false] {
+                let before = sums;
+                tiles.shaped(rows, words, |tiles| {
+                    assert_eq!(tiles.rows(), rows);
+                    let [a, b] = sums.each_mut().map(TwoTiles::values_mut);
+                    tiles.bf16(left, stride, steps, panels, right_stride, anew, [a, b], LANES, TILE_VALUES);
+                });
+                for (r, panel, row, lane) in
+                    (0..2 * 2 * TILE_ROWS * LANES).map(|i| (i / 512, i / 256 % 2, i / 16 % 16, i % 16))
+                {
+                    let mut expected = if anew && row < rows { 0.0 } else { before[r].0[panel][row][lane] };
+                    for step in (0..steps).filter(|_| row < rows) {
+                        let left = &left[r][row * stride + step * words..][..words];
+                        let pair = |i: usize| {
+                            let pairs = &right[(step * words + i) * right_stride + panel];
+                            u32::from(pairs[2 * lane]) | u32::from(pairs[2 * lane + 1]) << 16
+                        };
+                        expected += step_sum(left, pair);
+                    }
+                    let got = sums[r].0[panel][row][lane];
+                    assert_eq!(got.to_bits(), expected.to_bits(), "{rows} {words} {steps} {anew}: {got} {expected}");
+                }
+            }
+
+            // Whole numbers, exact at their largest, too.
+            let bytes: Vec<i32> = (0..rows * words + 9)
+                .map(|i| if i % 7 == 0 { i32::MIN } else { (i as i32).wrapping_mul(0x0101_4f3b) })
+                .collect();
+            let fours: Vec<Fours> = (0..words)
+                .map(|i| std::array::from_fn(|k| if i == 1 { 0x80 } else { (i * 91 + k * 37) as u8 }))
+                .collect();
+            let mut whole = TwoTiles([[[-1i32; LANES]; TILE_ROWS]; 2]);
+            tiles.shaped(rows, words, |tiles| tiles.bytes([&bytes, &bytes[9..]], words, [&fours, &fours], &mut whole));
+            for (tile, row, lane) in (0..2 * TILE_ROWS * LANES).map(|i| (i / 256, i / 16 % 16, i % 16)) {
+                let product = |i: usize| {
+                    let left = bytes[9 * tile + row * words + i].to_le_bytes();
+                    (0..4).map(|k| i32::from(left[k] as i8) * i32::from(fours[i][4 * lane + k] as i8)).sum::<i32>()
+                };
+                let expected = if row < rows { (0..words).map(product).sum() } else { -1 };
+                assert_eq!(whole.0[tile][row][lane], expected, "bytes {rows} {words}");
+            }
+        }
+        true
+    }
+}
+
+#[test]
+fn tiles_agree_with_plain_arithmetic() {
+    for level in Level::available() {
+        assert_eq!(level.dispatch(TileProducts), level.has_tiles(), "{level:?}");
+        assert_eq!(level.has_tiles(), level.name() == "amx");
+    }
+}
+
+/// What is refused before any tile is read or written.
+struct Refused(usize);
+
+impl<S: Simd> Work<S> for Refused {
+    type Output = ();
+
+    fn run(self, s: S) {
+        let Some(tiles) = s.tiles() else { panic!("no tiles") };
+        let (left, right) = (vec![0u32; 16 * 16], vec![[0u16; 2 * LANES]; 16]);
+        let mut sums = vec![0.0f32; 2 * TILE_VALUES];
+        let none = |_| [&right[..], &right[..]];
+        match self.0 {
+            0 => tiles.shaped(17, 16, |_| ()),
+            1 => tiles.shaped(16, 16, |tiles| {
+                tiles.bf16([&left[1..]], 16, 1, none, 1, true, [&mut sums], LANES, TILE_VALUES);
+            }),
+            2 => tiles.shaped(16, 16, |tiles| {
+                tiles.bf16([&left], 16, 1, none, 1, true, [&mut sums[1..]], LANES, TILE_VALUES);
+            }),
+            3 => tiles.shaped(16, 16, |tiles| {
+                tiles.bf16([&left], 16, 1, |_| [&right[1..], &right[..]], 1, true, [&mut sums], LANES, TILE_VALUES);
+            }),
+            4 => tiles.shaped(16, 16, |outer| {
+                tiles.shaped(1, 1, |_| ());
+                outer.bf16([&left], 16, 1, none, 1, true, [&mut sums], LANES, TILE_VALUES);
+            }),
+            _ => tiles.shaped(16, 16, |tiles| {
+                tiles.bf16([&left], usize::MAX, 1, none, 1, true, [&mut sums], LANES, TILE_VALUES);
+            }),
+        }
+    }
+}
+
+#[test]
+fn tiles_refuse_what_would_leave_their_slices() {
+    let Some(level) = Level::available().into_iter().find(Level::has_tiles) else { return };
+    for case in 0..6 {
+        let refused = std::panic::catch_unwind(|| level.dispatch(Refused(case)));
+        assert!(refused.is_err(), "case {case}");
+    }
+    // A panic leaves no shape behind.
+    assert!(level.dispatch(TileProducts));
+}
+
+/// Every 8-bit code.
+struct Widened;
+
+impl<S: Simd> Work<S> for Widened {
+    type Output = ();
+
+    fn run(self, s: S) {
+        for start in (0..256).step_by(4 * LANES) {
+            let codes: [u8; 4 * LANES] = std::array::from_fn(|i| (start + i) as u8);
+            let mut out = [[0; 2 * LANES]; 2];
+            let check = |out: &[[u16; 2 * LANES]; 2], value: &dyn Fn(u8) -> f32| {
+                for (&code, &bits) in codes.iter().zip(out.as_flattened()) {
+                    let got = f32::from_bits(u32::from(bits) << 16);
+                    assert!(same(got, value(code)), "{} {code}: {got}", S::NAME);
+                }
+            };
+            s.widen_e4m3(&codes, &mut out);
+            check(&out, &fp8::e4m3_to_f32);
+            s.widen_e5m2(&codes, &mut out);
+            check(&out, &fp8::e5m2_to_f32);
+            s.widen_int8(&codes.map(|code| code as i8), &mut out);
+            check(&out, &|code| f32::from(code as i8));
+        }
+    }
+}
+
+#[test]
+fn codes_are_widened_exactly() {
+    for level in Level::available() {
+        level.dispatch(Widened);
+    }
+}
