@@ -619,6 +619,31 @@ def test_levels_agree() -> None:
             np.testing.assert_allclose(value, outs["scalar"][name], rtol=0, atol=bound, err_msg=f"{level}, {name}")
 
 
+@pytest.mark.parametrize("level", available_simd())
+def test_the_sign_of_a_zero_is_the_rows_own(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products too small for any float keep a sign; a row beside, which sees one tile more, must not change it."""
+    monkeypatch.setenv(SIMD_ENV, level)
+    tokens = 33
+    k = np.zeros((tokens, 1, 16), np.float32)
+    v = k.copy()
+    v[0], v[16] = 1.5 * 2.0**-126, -1.625 * 2.0**-126
+
+    def rows(cut: list[int]) -> np.ndarray:
+        cache = KVCache(num_layers=1, num_kv_heads=1, head_dim=16, num_blocks=8)
+        seq, out, at = cache.add(range(tokens)), [], 0
+        for n in cut:
+            batch = cache.plan([(seq, n)])
+            cache.write(0, batch, k[at : at + n], v[at : at + n])
+            out.append(cache.attend(0, batch, k[at : at + n]))
+            cache.commit(batch)
+            at += n
+        return np.concatenate(out).view(np.uint32)
+
+    alone = rows([1] * tokens)
+    for cut in ([tokens], [31, 2], [31, 1, 1], [16, 17]):
+        np.testing.assert_array_equal(rows(cut), alone, err_msg=str(cut))
+
+
 LEVEL_NAMES = ("scalar", "avx2", "avx512", "avx512f", "avx512bf16", "amx", "neon")
 
 
@@ -645,3 +670,26 @@ def test_forcing_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_importing_does_not_read_the_level() -> None:
     run_python("import kvcore\nprint(kvcore.available_simd())", **{SIMD_ENV: "sse9"})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
+@pytest.mark.parametrize("level", available_simd())
+def test_a_product_without_memory_is_an_error_or_a_result(level: str) -> None:
+    code = """
+import resource
+import numpy as np
+from kvcore import OutOfMemory
+from kvcore._kvcore import Linear, Threads
+
+layer = Linear(np.ones((32, 50_000), np.float32), dtype="int8", threads=Threads(1))
+x = np.ones((64, 50_000), np.float32)
+layer(x[:1])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+for mebibytes in (1, 2, 4, 6, 8, 10, 12, 16, 32):
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mebibytes << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    try:
+        assert layer(x).shape == (64, 32)
+    except OutOfMemory:
+        pass
+"""
+    run_python(code, **{SIMD_ENV: level})

@@ -59,6 +59,8 @@ pub trait Multiply: Format {
         width: usize,
         ahead: Option<&mut Ahead>,
     );
+    /// What is left to be done to sums of [`Self::mix`] behind the last token of a chunk.
+    fn settle<S: Simd>(_: S, _: &mut [f32]) {}
     /// How often `m` queries' [`Self::scores`] of `tiles` tiles ask for what is ahead.
     fn score_steps<S: Simd>(m: usize, tiles: usize, k_dim: usize) -> usize;
     /// How often `m` queries' [`Self::mix`] of `tokens` tokens asks for what is ahead.

@@ -420,6 +420,9 @@ impl QueryTile<'_> {
                     }
                 }
             });
+            for r in registers {
+                F::settle(s, &mut partial.acc[r.first * width..(r.first + r.m) * width]);
+            }
         }
     }
 

@@ -6,7 +6,8 @@
 //! ```
 //! A step is summed on its own before it is added, so bits differ from those of other levels; steps are at fixed dimensions and
 //! tokens. What one query sees and another does not is multiplied by zero, which adds nothing as long as it is a number: V that
-//! nobody sees is taken as zeros, and where V that some see has none, each of the queries there is multiplied for itself.
+//! nobody sees is taken as zeros, and where V that some see has none, each of the queries there is multiplied for itself. All that
+//! such a product may change is the sign of a zero (products of no size keep theirs), so at last every zero is given the same.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -100,6 +101,10 @@ impl Multiply for TiledBf16 {
         });
     }
 
+    fn settle<S: Simd>(s: S, acc: &mut [f32]) {
+        s.run(Settle(acc));
+    }
+
     fn score_steps<S: Simd>(_: usize, tiles: usize, k_dim: usize) -> usize {
         tiles.div_ceil(2) * (k_dim / 2)
     }
@@ -120,6 +125,20 @@ impl<S: Simd> Work<S> for Pack<'_, S> {
     #[inline(always)]
     fn run(self, s: S) {
         TiledBf16::coefs(s, self.q, self.packed);
+    }
+}
+
+/// Zeros without a sign; every other value stays.
+struct Settle<'a>(&'a mut [f32]);
+
+impl<S: Simd> Work<S> for Settle<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        for x in self.0.as_chunks_mut::<LANES>().0 {
+            s.store(s.add(s.load(x), s.splat(0.0)), x);
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::product::{Task, Weights};
 use super::row_group::{RowGroup, SCALE, SUM, round_row};
 use super::tiled_bytes::{self, TILED_FROM};
-use crate::simd::{Fours, LANES, Simd};
+use crate::simd::{Fours, LANES, Simd, Work};
 use crate::threads::{NEVER, Threads};
 use crate::{Error, Result};
 
@@ -90,7 +90,9 @@ macro_rules! groups_of_32 {
             }
             #[inline(always)]
             fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, RowGroup>) {
-                tiled_bytes::run::<S, Self, $minima>(s, tiles, task);
+                if let Some(task) = tiled_bytes::run::<S, Self, $minima>(s, tiles, task) {
+                    Work::<S>::run(task, s);
+                }
             }
         }
     };

@@ -37,11 +37,19 @@ struct Left {
 #[repr(C, align(64))]
 struct Right([[Fours; FOURS]; GROUP]);
 
+/// So many of `x`; `None` where there is no memory for them.
+fn filled<T: Copy>(x: T, len: usize) -> Option<Vec<T>> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(len).ok()?;
+    values.resize(len, x);
+    Some(values)
+}
+
 /// The rows of a task, tile after tile, each `[steps]`; zeros behind the last row.
-fn left(coefs: &[RowGroup], stride: usize, steps: usize) -> Vec<Left> {
+fn left(coefs: &[RowGroup], stride: usize, steps: usize) -> Option<Vec<Left>> {
     let none = Left { codes: [[0; FOURS]; TILE_ROWS], scales: [0.0; TILE_ROWS], sums: [0.0; TILE_ROWS] };
     let rows = coefs.len() / stride;
-    let mut left = vec![none; rows.div_ceil(TILE_ROWS) * steps];
+    let mut left = filled(none, rows.div_ceil(TILE_ROWS) * steps)?;
     for (row, coefs) in coefs.chunks_exact(stride).enumerate() {
         let (tile, m) = (row / TILE_ROWS, row % TILE_ROWS);
         for (left, coefs) in left[tile * steps..].iter_mut().zip(&coefs[..steps]) {
@@ -50,15 +58,20 @@ fn left(coefs: &[RowGroup], stride: usize, steps: usize) -> Vec<Left> {
             left.sums[m] = f32::from_bits(coefs[SUM] as u32);
         }
     }
-    left
+    Some(left)
 }
 
-/// Multiply a task's rows with its columns.
+/// Multiply a task's rows with its columns. Where there is no memory for that the task comes back: vectors need none.
 #[inline(always)]
-pub(super) fn run<S: Simd, F: Unpack, const MINIMA: bool>(s: S, tiles: S::Tiles, mut task: Task<'_, F, RowGroup>) {
+pub(super) fn run<'a, S: Simd, F: Unpack, const MINIMA: bool>(
+    s: S,
+    tiles: S::Tiles,
+    mut task: Task<'a, F, RowGroup>,
+) -> Option<Task<'a, F, RowGroup>> {
     let (rows, steps) = (task.out.len(), task.steps);
     let left = left(task.coefs, task.stride, steps);
-    let mut codes = vec![Right([[[0; 4 * LANES]; FOURS]; GROUP]); steps];
+    let codes = filled(Right([[[0; 4 * LANES]; FOURS]; GROUP]), steps);
+    let (Some(left), Some(mut codes)) = (left, codes) else { return Some(task) };
     tiles.shaped(TILE_ROWS, FOURS, |tiles| {
         let mut sums = TwoTiles([[[0.0; LANES]; TILE_ROWS]; GROUP]);
         for group in 0..task.weights.len() / steps {
@@ -79,6 +92,7 @@ pub(super) fn run<S: Simd, F: Unpack, const MINIMA: bool>(s: S, tiles: S::Tiles,
             }
         }
     });
+    None
 }
 
 /// The sums of a tile of rows with one panel.

@@ -37,6 +37,15 @@ const NAMES: [&str; 8] = ["auto", "scalar", "avx2", "avx512", "avx512f", "avx512
 impl Level {
     /// All levels of this CPU, the portable one first and the fastest last.
     pub fn available() -> Vec<Level> {
+        let levels = Self::without_tiles();
+        #[cfg(target_arch = "x86_64")]
+        let levels = levels.into_iter().chain(Avx512Bf16::with_amx().map(|s| Level(Kind::Amx(s)))).collect();
+        levels
+    }
+
+    /// Those for which the system need not be asked: to let a process use tile registers changes what it asks of all stacks for
+    /// signals.
+    fn without_tiles() -> Vec<Level> {
         let mut levels = vec![Kind::Scalar(Scalar)];
         #[cfg(target_arch = "x86_64")]
         {
@@ -45,7 +54,6 @@ impl Level {
             let slow = bf16.is_some_and(Avx512Bf16::is_slow);
             let bf16 = bf16.map(Kind::Avx512Bf16);
             levels.extend(if slow { [bf16, f32] } else { [f32, bf16] }.into_iter().flatten());
-            levels.extend(Avx512Bf16::with_amx().map(Kind::Amx));
         }
         #[cfg(target_arch = "aarch64")]
         levels.extend(Neon::new().map(Kind::Neon));
@@ -63,8 +71,7 @@ impl Level {
     /// # Errors
     /// [`Error::UnsupportedSimd`] for an unknown name, or a level that this CPU lacks.
     pub fn select(name: &str) -> Result<Level> {
-        let available = Self::available();
-        let named: Vec<&str> = available.iter().map(Level::name).collect();
+        let available = if ["auto", "amx"].contains(&name) { Self::available() } else { Self::without_tiles() };
         if !NAMES.contains(&name) {
             return Err(Error::UnsupportedSimd(format!("{ENV}={name:?}: expected one of {}", NAMES.join(", "))));
         }
@@ -74,7 +81,13 @@ impl Level {
             other => level.name() == other,
         };
         available.iter().rev().find(wanted).copied().ok_or_else(|| {
-            Error::UnsupportedSimd(format!("{ENV}={name}: this CPU does not have it; it has {}", named.join(", ")))
+            let has = Self::available().iter().map(Level::name).collect::<Vec<_>>().join(", ");
+            let who = if name == "amx" {
+                "this CPU does not have it, or the system does not grant it to this process"
+            } else {
+                "this CPU does not have it"
+            };
+            Error::UnsupportedSimd(format!("{ENV}={name}: {who}; it has {has}"))
         })
     }
 

@@ -1,6 +1,8 @@
-//! int4 tiles as tiles of a bf16 layout, which is how attention reads them.
+//! Tiles of 4 bits as tiles of a bf16 layout, which is how attention reads them; of 8 bits where tile registers multiply them.
 //!
 //! ```text
+//! 8 bits   value for value, exactly, in their order
+//! 4 bits
 //! K   for each pair of dimensions: 16 bytes, one for each token      values = minimum + code * scale, each lane its token's
 //! V   for each pair of tokens: a byte for each dimension             the same, scale and minimum equal in all lanes
 //! ```
