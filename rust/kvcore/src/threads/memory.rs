@@ -59,9 +59,7 @@ impl Memory {
 
 /// `len` zeros. `vec!` would end the process if the system refused them.
 fn new(len: usize) -> Result<Vec<f32>> {
-    /// Values below which no system refuses.
-    const SURE: usize = 1 << 20;
-    if len > SURE {
+    if len >= SMALL {
         let mut probe: Vec<f32> = Vec::new();
         probe.try_reserve_exact(len).map_err(|e| Error::OutOfMemory {
             bytes: len.saturating_mul(size_of::<f32>()),
