@@ -311,3 +311,17 @@ fn tile_registers_change_no_bit() {
         }
     }
 }
+
+/// Longer rows than a task's factors should take: a task has some rows all the same.
+#[test]
+fn rows_of_any_length_are_multiplied() {
+    let threads = Threads::new(Some(1)).unwrap();
+    for level in Level::available() {
+        for (dtype, inputs, rows) in [(WeightDtype::Bf16, 600_000, 2), (WeightDtype::Int8, 900_000, 24)] {
+            let weights = vec![1.0; inputs];
+            let linear = Linear::pack(level, &threads, WeightsIn::F32(&weights), 1, inputs, dtype, None).unwrap();
+            let out = forward(&linear, level, &threads, &vec![1.0; rows * inputs], false);
+            assert!(out.iter().all(|x| (x / inputs as f32 - 1.0).abs() < 0.01), "{level:?} {dtype:?} {out:?}");
+        }
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! K and V in a format of the kernels    the blocks' own tiles; only their addresses are gathered
-//! int4; fp8 and int8 for tile registers   each tile is expanded to bf16, in a buffer
+//! int4, or 8 bits for tile registers    each tile is expanded to bf16, in a buffer
 //! latent                                V is the first v_dim dimensions of the K rows: K tiles are turned, in a buffer
 //! ```
 //! A buffer is filled once for all queries of a row tile. Tiles that no row sees are not looked up: their blocks need

@@ -1,4 +1,5 @@
-//! The two products of a register tile with a chunk: scores, and mixes of V.
+//! The two products of a register tile with a chunk, scores and mixes of V: what they are to whoever asks for them, and how
+//! vectors make them (tiled.rs: tile registers).
 //!
 //! ```text
 //! scores   B K tiles at a time against M queries

@@ -197,21 +197,11 @@ impl<S: Simd, F: Weights> Work<S> for Forward<'_, F> {
 
     #[inline(always)]
     fn run(self, s: S) -> Result<()> {
-        let Self { layer, threads, x, inputs, out, add, should_stop } = self;
-        let rows = x.len() / inputs;
+        let rows = self.x.len() / self.inputs;
         if let Some(tiles) = s.tiles().filter(|_| rows >= F::TILED_FROM) {
-            let layer = Layer { stride: stride(rows, layer.steps.next_multiple_of(F::TILE_STEPS)), ..layer };
-            let (len, of_row) = (rows * layer.stride, layer.stride * size_of::<F::TileCoef>());
-            let len = len * (size_of::<F::TileCoef>() / size_of::<f32>());
-            let mut scratch = threads.scratch(len + LINE / size_of::<f32>())?;
-            // A tile's rows are cache lines; one that lay across two would take twice as long.
-            let before = scratch.as_ptr().addr().next_multiple_of(LINE) - scratch.as_ptr().addr();
-            let coefs = bytemuck::cast_slice_mut(&mut scratch[before / size_of::<f32>()..][..len]);
-            round::<S, F, ForTiles>(s, threads, x, inputs, layer.stride, coefs, should_stop)?;
-            let task_rows = (TILED_BYTES / of_row).next_multiple_of(TILE_ROWS).min(TASK_ROWS);
-            let run = |task: Task<'_, F, F::TileCoef>| s.run(Tiled { tiles, task });
-            return layer.forward(threads, coefs, out, add, task_rows, should_stop, run);
+            return self.tiled(s, tiles, rows);
         }
+        let Self { layer, threads, x, inputs, out, add, should_stop } = self;
         let run = |task: Task<'_, F, F::Coef<S>>| s.run(task);
         if F::STEP == 1 && layer.stride == inputs {
             return layer.forward(threads, bytemuck::cast_slice(x), out, add, TASK_ROWS, should_stop, run);
@@ -221,6 +211,25 @@ impl<S: Simd, F: Weights> Work<S> for Forward<'_, F> {
         let coefs = bytemuck::cast_slice_mut(&mut scratch);
         round::<S, F, ForVectors>(s, threads, x, inputs, layer.stride, coefs, should_stop)?;
         layer.forward(threads, coefs, out, add, TASK_ROWS, should_stop, run)
+    }
+}
+
+impl<F: Weights> Forward<'_, F> {
+    /// By tile registers.
+    #[inline(always)]
+    fn tiled<S: Simd>(self, s: S, tiles: S::Tiles, rows: usize) -> Result<()> {
+        let Self { layer, threads, x, inputs, out, add, should_stop } = self;
+        let layer = Layer { stride: stride(rows, layer.steps.next_multiple_of(F::TILE_STEPS)), ..layer };
+        let len = rows * layer.stride * (size_of::<F::TileCoef>() / size_of::<f32>());
+        let mut scratch = threads.scratch(len + LINE / size_of::<f32>())?;
+        // A tile's rows begin at cache lines.
+        let before = scratch.as_ptr().addr().next_multiple_of(LINE) - scratch.as_ptr().addr();
+        let coefs = bytemuck::cast_slice_mut(&mut scratch[before / size_of::<f32>()..][..len]);
+        round::<S, F, ForTiles>(s, threads, x, inputs, layer.stride, coefs, should_stop)?;
+        let row_bytes = layer.stride * size_of::<F::TileCoef>();
+        let task_rows = (TILED_BYTES / row_bytes).next_multiple_of(TILE_ROWS).clamp(TILE_ROWS, TASK_ROWS);
+        let run = |task: Task<'_, F, F::TileCoef>| s.run(Tiled { tiles, task });
+        layer.forward(threads, coefs, out, add, task_rows, should_stop, run)
     }
 }
 

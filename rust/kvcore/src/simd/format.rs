@@ -13,22 +13,9 @@ pub trait Format: Copy + Send + Sync + 'static {
     type Raw: bytemuck::Pod;
     /// The broadcast factor of one step: `STEP` values, as a level multiplies them.
     type Coef<S: Simd>: bytemuck::Pod + Send + Sync;
-    /// A loaded step.
-    type Loaded<S: Simd>: Copy;
     /// Values of the summed dimension in one step.
     const STEP: usize;
 
-    /// Load one step.
-    fn load<S: Simd>(s: S, raw: &Self::Raw) -> Self::Loaded<S>;
-    /// Load two steps that lie side by side.
-    #[inline(always)]
-    fn load_two<S: Simd>(s: S, raw: &[Self::Raw; 2]) -> [Self::Loaded<S>; 2] {
-        [Self::load(s, &raw[0]), Self::load(s, &raw[1])]
-    }
-    /// A loaded step with all but the first value of each lane set to zero.
-    fn first<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
-    /// A loaded step with all but the last value of each lane set to zero.
-    fn last<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// 16 factors rounded as the format multiplies, kept as f32.
     fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32;
     /// `2^x` as in [`math::exp2`], as exactly as is worth it before it is rounded.
@@ -65,8 +52,22 @@ pub trait Format: Copy + Send + Sync + 'static {
     }
 }
 
-/// A format that vectors multiply.
+/// A format whose steps vectors load and multiply.
 pub trait Dot: Format {
+    /// A loaded step.
+    type Loaded<S: Simd>: Copy;
+
+    /// Load one step.
+    fn load<S: Simd>(s: S, raw: &Self::Raw) -> Self::Loaded<S>;
+    /// Load two steps that lie side by side.
+    #[inline(always)]
+    fn load_two<S: Simd>(s: S, raw: &[Self::Raw; 2]) -> [Self::Loaded<S>; 2] {
+        [Self::load(s, &raw[0]), Self::load(s, &raw[1])]
+    }
+    /// A loaded step with all but the first value of each lane set to zero.
+    fn first<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
+    /// A loaded step with all but the last value of each lane set to zero.
+    fn last<S: Simd>(s: S, x: Self::Loaded<S>) -> Self::Loaded<S>;
     /// `acc + x * coef`.
     fn dot<S: Simd>(s: S, acc: S::F32, x: Self::Loaded<S>, coef: &Self::Coef<S>) -> S::F32;
 }
@@ -96,21 +97,8 @@ macro_rules! single {
         impl Format for $name {
             type Raw = [$elem; LANES];
             type Coef<S: Simd> = f32;
-            type Loaded<S: Simd> = S::F32;
             const STEP: usize = 1;
 
-            #[inline(always)]
-            fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::F32 {
-                s.$load(raw)
-            }
-            #[inline(always)]
-            fn first<S: Simd>(_: S, x: S::F32) -> S::F32 {
-                x
-            }
-            #[inline(always)]
-            fn last<S: Simd>(_: S, x: S::F32) -> S::F32 {
-                x
-            }
             #[inline(always)]
             fn round_coefs<S: Simd>(_: S, x: S::F32) -> S::F32 {
                 x
@@ -131,6 +119,20 @@ macro_rules! single {
         }
 
         impl Dot for $name {
+            type Loaded<S: Simd> = S::F32;
+
+            #[inline(always)]
+            fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::F32 {
+                s.$load(raw)
+            }
+            #[inline(always)]
+            fn first<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
+            #[inline(always)]
+            fn last<S: Simd>(_: S, x: S::F32) -> S::F32 {
+                x
+            }
             #[inline(always)]
             fn dot<S: Simd>(s: S, acc: S::F32, x: S::F32, coef: &f32) -> S::F32 {
                 s.mul_add(x, s.splat(*coef), acc)
@@ -146,25 +148,8 @@ macro_rules! paired {
         impl Format for $name {
             type Raw = [$elem; 2 * LANES];
             type Coef<S: Simd> = S::Factor;
-            type Loaded<S: Simd> = S::Pair;
             const STEP: usize = 2;
 
-            #[inline(always)]
-            fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::Pair {
-                s.$load(raw)
-            }
-            $(#[inline(always)]
-            fn load_two<S: Simd>(s: S, raw: &[Self::Raw; 2]) -> [S::Pair; 2] {
-                s.$load_two(bytemuck::cast_ref(raw))
-            })?
-            #[inline(always)]
-            fn first<S: Simd>(s: S, x: S::Pair) -> S::Pair {
-                s.pair_first(x)
-            }
-            #[inline(always)]
-            fn last<S: Simd>(s: S, x: S::Pair) -> S::Pair {
-                s.pair_second(x)
-            }
             #[inline(always)]
             fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32 {
                 s.round_bf16(x)
@@ -188,6 +173,24 @@ macro_rules! paired {
         }
 
         impl Dot for $name {
+            type Loaded<S: Simd> = S::Pair;
+
+            #[inline(always)]
+            fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::Pair {
+                s.$load(raw)
+            }
+            $(#[inline(always)]
+            fn load_two<S: Simd>(s: S, raw: &[Self::Raw; 2]) -> [S::Pair; 2] {
+                s.$load_two(bytemuck::cast_ref(raw))
+            })?
+            #[inline(always)]
+            fn first<S: Simd>(s: S, x: S::Pair) -> S::Pair {
+                s.pair_first(x)
+            }
+            #[inline(always)]
+            fn last<S: Simd>(s: S, x: S::Pair) -> S::Pair {
+                s.pair_second(x)
+            }
             #[inline(always)]
             fn dot<S: Simd>(s: S, acc: S::F32, x: S::Pair, coef: &S::Factor) -> S::F32 {
                 s.dot_pair(acc, x, coef)
@@ -200,28 +203,15 @@ paired!(Fp8E4M3, u8, pair_e4m3, two_pairs_e4m3);
 paired!(Fp8E5M2, u8, pair_e5m2, two_pairs_e5m2);
 paired!(Int8, i8, pair_int8);
 
-/// As [`Bf16`], for tile registers.
+/// As [`Bf16`], for tile registers: they load and multiply steps themselves.
 #[derive(Clone, Copy, Debug)]
 pub struct TiledBf16;
 
 impl Format for TiledBf16 {
     type Raw = [u16; 2 * LANES];
     type Coef<S: Simd> = S::Factor;
-    type Loaded<S: Simd> = S::Pair;
     const STEP: usize = 2;
 
-    #[inline(always)]
-    fn load<S: Simd>(s: S, raw: &Self::Raw) -> S::Pair {
-        Bf16::load(s, raw)
-    }
-    #[inline(always)]
-    fn first<S: Simd>(s: S, x: S::Pair) -> S::Pair {
-        Bf16::first(s, x)
-    }
-    #[inline(always)]
-    fn last<S: Simd>(s: S, x: S::Pair) -> S::Pair {
-        Bf16::last(s, x)
-    }
     #[inline(always)]
     fn round_coefs<S: Simd>(s: S, x: S::F32) -> S::F32 {
         Bf16::round_coefs(s, x)

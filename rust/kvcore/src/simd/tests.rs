@@ -59,6 +59,12 @@ impl<S: Simd> Work<S> for Suite {
         let bytes: [u8; 4 * LANES] = std::array::from_fn(|i| (i * 53 + 7) as u8 | if i % 9 == 0 { 0xff } else { 0 });
         let w = s.load_bytes(&bytes);
         let (low, high) = s.nibbles(w);
+        let mut stored = [0; 4 * LANES];
+        s.store_bytes(w, &mut stored);
+        assert_eq!(stored, bytes, "{} store_bytes", S::NAME);
+        let whole: [i32; LANES] = std::array::from_fn(|i| (i as i32 - 7) * 0x0080_0001);
+        let loaded = out(s.to_f32(s.load_i32(&whole)));
+        assert_eq!(loaded, whole.map(|x| x as f32), "{} load_i32", S::NAME);
         for a in [[1i8, -2, 3, -4], [127, 127, 127, 127], [-128, -128, -128, -128], [-128, 127, 0, 5]] {
             let twice = s.dot_bytes(s.dot_bytes(s.splat_i32(0), w, &a), w, &a);
             for (got, byte) in [

@@ -36,7 +36,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Its tile registers.
     type Tiles: Tiles;
 
-    /// Proof that there are tile registers; products of weights go through them then.
+    /// Proof that there are tile registers; products of weights, and attention over 16 bits and less, go through them then.
     #[inline(always)]
     fn tiles(self) -> Option<Self::Tiles> {
         None
