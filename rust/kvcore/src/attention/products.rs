@@ -16,9 +16,6 @@ use super::chunk::{CHUNK, HeadChunk};
 use crate::simd::{Dot, Format, LANES, Simd, Work, tile as kernel};
 use crate::storage::TILE;
 
-/// The largest number of queries that go through one register tile together.
-pub const MAX_M: usize = 32;
-
 /// How the queries of a register tile are multiplied with a chunk: by vectors, or by tile registers (tiled.rs).
 pub trait Multiply: Format {
     /// What all products of a pass share.

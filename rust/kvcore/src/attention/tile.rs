@@ -24,7 +24,7 @@ use std::ops::Range;
 
 use super::ahead::{Ahead, MAX_TILES};
 use super::chunk::{Buffers, CHUNK, Context, HeadChunk, TILES};
-use super::products::{MAX_M, Multiply, Shared, tiles_of};
+use super::products::{Multiply, Shared, tiles_of};
 use super::scoring::Scoring;
 use super::softmax::{Merge, Plain, Weights};
 use super::tree::Path;
@@ -128,6 +128,8 @@ pub struct Scratch<S: Simd, F: Format> {
     weights: Vec<[F::Coef<S>; CHUNK]>,
     buffers: Buffers<F>,
     registers: Vec<RegisterTile>,
+    /// What of a chunk each query sees.
+    visible: Vec<Range<usize>>,
     running: Partial,
     partial: Partial,
 }
@@ -141,6 +143,7 @@ impl<S: Simd, F: Format> Default for Scratch<S, F> {
             weights: Vec::new(),
             buffers: Buffers::default(),
             registers: Vec::new(),
+            visible: Vec::new(),
             running: Partial::default(),
             partial: Partial::default(),
         }
@@ -153,8 +156,6 @@ struct RegisterTile {
     head: usize,
     /// The first of them.
     first: usize,
-    /// What of the chunk each sees.
-    visible: [Range<usize>; MAX_M],
     /// How many they are.
     m: usize,
     /// What of the chunk they see together.
@@ -162,8 +163,9 @@ struct RegisterTile {
 }
 
 impl RegisterTile {
-    fn visible(&self) -> &[Range<usize>] {
-        &self.visible[..self.m]
+    /// The queries.
+    fn queries(&self) -> Range<usize> {
+        self.first..self.first + self.m
     }
 }
 
@@ -332,21 +334,21 @@ impl QueryTile<'_> {
         let tiles = tiles_of(&seen);
         let steps = self.view.layout.k_dim / F::STEP;
         let width = self.width();
-        let Scratch { tiles: register_tiles, queries, scores, weights, buffers, registers, .. } = scratch;
+        let Scratch { tiles: register_tiles, queries, scores, weights, buffers, registers, visible, .. } = scratch;
         let path = match self.rows {
             [row] => row.path.as_ref(),
             _ => None,
         };
         let context = self.context();
         let chunk = context.chunk(s, c, tiles.clone(), path, buffers);
+        visible.clear();
+        for _ in self.heads.clone() {
+            visible.extend(self.rows_from(0).map(|row| within(c, row.sees.clone())));
+        }
         registers.clear();
         registers.extend(register_tiles.iter().filter_map(|&(first, m)| {
-            let mut visible = [const { 0..0 }; MAX_M];
-            for (visible, row) in visible[..m].iter_mut().zip(self.rows_from(first)) {
-                *visible = within(c, row.sees.clone());
-            }
-            let shared = Shared::of(&visible[..m])?;
-            Some(RegisterTile { head: first / self.per_head(), first, visible, m, shared })
+            let shared = Shared::of(&visible[first..first + m])?;
+            Some(RegisterTile { head: first / self.per_head(), first, m, shared })
         }));
         // Where many queries share a head products bind: each register tile goes through all of the chunk at once.
         let of = if self.per_head() > FEW { TILES } else { WINDOW };
@@ -391,8 +393,17 @@ impl QueryTile<'_> {
             });
             for r in registers {
                 let (queries, of) = (r.first..r.first + r.m, r.first - start..r.first - start + r.m);
-                let unit = self.weigh(s, c, r, chunk.head(r.head), &mut scores[of.clone()], &mut weights[of], partial);
-                for (query, visible) in queries.zip(r.visible()) {
+                let unit = self.weigh(
+                    s,
+                    c,
+                    r,
+                    &visible[r.queries()],
+                    chunk.head(r.head),
+                    &mut scores[of.clone()],
+                    &mut weights[of],
+                    partial,
+                );
+                for (query, visible) in queries.zip(&visible[r.queries()]) {
                     observe(query, c * CHUNK, visible.clone(), &scores[query - start], unit);
                 }
                 partial.acc[r.first * width..(r.first + r.m) * width].fill(0.0);
@@ -416,7 +427,7 @@ impl QueryTile<'_> {
                         let weights = &mut weights[r.first - start..][..r.m + F::SLACK];
                         let acc = &mut partial.acc[r.first * width..(r.first + r.m) * width];
                         let (chunk, ahead) = (chunk.head(r.head), ahead.as_mut());
-                        F::mix(s, shape, chunk, &tokens, r.visible(), &r.shared, weights, acc, width, ahead);
+                        F::mix(s, shape, chunk, &tokens, &visible[r.queries()], &r.shared, weights, acc, width, ahead);
                     }
                 }
             });
@@ -434,20 +445,21 @@ impl QueryTile<'_> {
         s: S,
         c: usize,
         r: &RegisterTile,
+        visible: &[Range<usize>],
         chunk: HeadChunk<'_, F>,
         scores: &mut [[f32; CHUNK]],
         weights: &mut [[F::Coef<S>; CHUNK]],
         partial: &mut Partial,
     ) -> f32 {
         let scale = self.scoring.scale * self.view.k_scale(self.heads.start + r.head);
-        let queries = r.first..r.first + r.m;
+        let queries = r.queries();
         if self.scoring.only_scales() && chunk.scales().is_none() && scale > 0.0 {
-            let (unit, visible) = (scale * std::f32::consts::LOG2_E, r.visible());
+            let unit = scale * std::f32::consts::LOG2_E;
             let (max, sum) = (&mut partial.m[queries.clone()], &mut partial.l[queries]);
             s.run(Plain::<S, F> { unit, visible, scores, weights, max, sum });
             return unit;
         }
-        for (i, (query, visible)) in queries.zip(r.visible()).enumerate().filter(|(_, (_, seen))| !seen.is_empty()) {
+        for (i, (query, visible)) in queries.zip(visible).enumerate().filter(|(_, (_, seen))| !seen.is_empty()) {
             let weights = Weights::<S, F> {
                 chunk,
                 scale,
