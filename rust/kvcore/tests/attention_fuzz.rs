@@ -461,7 +461,7 @@ impl BreakSeq {
             BreakSeq::Parents(n) => {
                 let n = n.min(2000);
                 seq.parents = Some(vec![None; n]);
-                n != before || matches!(seq.mask, Mask::Cross { .. })
+                n != before
             }
         }
     }

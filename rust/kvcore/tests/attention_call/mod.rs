@@ -244,7 +244,8 @@ impl World {
         row: usize,
         (k, v): (&'a [f32], &'a [f32]),
     ) -> (Cow<'a, [f32]>, Cow<'a, [f32]>) {
-        if seq.parents.is_none() {
+        // Parents of rows that see another sequence's tokens say their positions, and no more.
+        if seq.parents.is_none() || matches!(seq.mask, Mask::Cross { .. }) {
             return (Cow::Borrowed(k), Cow::Borrowed(v));
         }
         let Shape { kv_heads, k_dim, v_dim, .. } = self.shape;
@@ -312,18 +313,18 @@ fn tables(drawn: &[Drawn], size: usize, num_blocks: usize, random: &mut Random) 
 
 fn sequence(d: &Drawn, table: Vec<BlockId>, random: &mut Random) -> Seq {
     let Drawn { start, len, .. } = *d;
-    if let Some(position) = d.cross {
-        let mask = Mask::Cross { tokens: (start + len).max(1) };
-        // As far as positions go.
-        return Seq { table, start: position.min(usize::MAX - len), len, mask, parents: None };
-    }
-    let mask = if d.window == 0 { Mask::Causal } else { Mask::Window(d.window) };
     let mut parent = |row: usize| match (random.next().abs() * (row + 1) as f32) as usize {
         0 => None,
         // Rather a late one, so that paths grow.
         i => Some(row - i.min(row)),
     };
     let parents = d.tree.then(|| (0..len).map(&mut parent).collect());
+    if let Some(position) = d.cross {
+        let mask = Mask::Cross { tokens: (start + len).max(1) };
+        // As far as positions go.
+        return Seq { table, start: position.min(usize::MAX - len), len, mask, parents };
+    }
+    let mask = if d.window == 0 { Mask::Causal } else { Mask::Window(d.window) };
     Seq { table, start, len, mask, parents }
 }
 
