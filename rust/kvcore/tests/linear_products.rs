@@ -140,6 +140,53 @@ proptest! {
     }
 }
 
+/// Values of all sizes about one at which products, or their sums, leave the range of floats; zeros, and seldom infinity.
+fn extremes(seed: u64, n: usize, exponent: i32, infinities: bool) -> Vec<f32> {
+    let sizes = noise(seed, n);
+    let extreme = |(&x, &size): (&f32, &f32)| match (size * 1000.0) as i32 {
+        999 if infinities => f32::INFINITY.copysign(x),
+        -999..-850 => 0.0f32.copysign(x),
+        _ => x * 2f32.powi(exponent + (size * 12.0) as i32),
+    };
+    noise(seed + 1, n).iter().zip(&sizes).map(extreme).collect()
+}
+
+proptest! {
+    #![proptest_config(cases(64))]
+
+    /// Products below the least float and above the largest: alone and beside others, a row is the same.
+    #[test]
+    fn rows_of_numbers_at_the_ends_of_the_range_depend_on_themselves_alone(
+        seed in 0u64..1000,
+        inputs in 1usize..150,
+        outputs in 1usize..70,
+        (of_weights, of_rows) in prop::sample::select(vec![(-63, -63), (-75, -50), (-20, -110), (60, 60), (-100, 90), (0, 0)]),
+        infinities: bool,
+    ) {
+        let rows = 3;
+        let case = Case {
+            weights: extremes(seed, outputs * inputs, of_weights, infinities),
+            x: extremes(seed + 5, rows * inputs, of_rows, infinities),
+            ..Case::new(seed, rows, inputs, outputs, false)
+        };
+        let threads = Threads::new(Some(1)).unwrap();
+        for level in Level::available() {
+            for dtype in [WeightDtype::F32, WeightDtype::Bf16] {
+                let linear = case.pack(level, &threads, dtype);
+                let together = case.run(level, &threads, dtype, false);
+                for row in 0..rows {
+                    let mut alone = vec![0.0; outputs];
+                    linear.forward(level, &threads, &case.x[row * inputs..][..inputs], &mut alone, false, NEVER).unwrap();
+                    for (alone, got) in alone.iter().zip(&together[row * outputs..]) {
+                        let same = alone.to_bits() == got.to_bits() || alone.is_nan() && got.is_nan();
+                        prop_assert!(same, "{} {dtype:?} row {row}: {alone:e} alone, {got:e} beside others", level.name());
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// One row in every slot of every batch size, among rows of NaN or infinity.
 #[test]
 fn a_row_is_the_same_in_every_slot_whatever_its_neighbours_hold() {

@@ -12,6 +12,9 @@ use crate::simd::Simd;
 /// Bytes of a cache line.
 pub(super) const LINE: usize = 64;
 
+/// Where a processor's own prefetcher begins anew.
+const PAGE: usize = 4 << 10;
+
 /// Lines that are asked for at once.
 const BURST: usize = 4;
 
@@ -40,6 +43,17 @@ impl Ahead {
             }
             self.at = self.at.wrapping_add(BURST * LINE);
             self.due -= BURST * self.tiles;
+        }
+    }
+}
+
+/// In the first quarter of a page: ask for what lies a page behind `step`, where a stream through weights will need it first.
+#[inline(always)]
+pub(super) fn next_page<S: Simd, T>(s: S, step: &T) {
+    let at = std::ptr::from_ref(step).cast::<u8>();
+    if at.addr() % PAGE < PAGE / 4 {
+        for line in (0..size_of::<T>()).step_by(LINE) {
+            s.prefetch(at.wrapping_add(PAGE + line));
         }
     }
 }

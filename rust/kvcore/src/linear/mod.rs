@@ -25,6 +25,7 @@ mod row_group;
 mod rows;
 mod tiled;
 mod tiled_bytes;
+mod tiled_row;
 
 use crate::shape::{expect_len, rows_of};
 use crate::simd::{Bf16, F16, F32, Format, Level};

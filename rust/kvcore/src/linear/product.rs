@@ -12,9 +12,9 @@
 
 use std::ops::Range;
 
-use super::ahead::{Ahead, LINE};
+use super::ahead::{Ahead, LINE, next_page};
 use super::pack::{GROUP, GROUP_OUTPUTS};
-use super::tiled;
+use super::{tiled, tiled_row};
 use crate::Result;
 use crate::simd::{Dot, Format, LANES, Pairs, Simd, TILE_ROWS, TILE_WORDS, Work};
 use crate::threads::{ShouldStop, Threads};
@@ -23,8 +23,6 @@ use crate::threads::{ShouldStop, Threads};
 const SLICE: usize = 256 << 10;
 /// Rows up to which reading the weights takes longer than their products.
 const FEW: usize = 4;
-/// Where a processor's own prefetcher begins anew. With one row the first quarter of the next page is asked for meanwhile.
-const PAGE: usize = 4 << 10;
 /// Bytes of the next layer that waiting threads ask for at most: what the L2 cache holds.
 const EXPECTED: usize = 1 << 20;
 /// Multiply-adds that are worth handing to another thread.
@@ -105,7 +103,11 @@ impl<F: Dot<Raw: Send + Sync>> Weights for F {
     }
     #[inline(always)]
     fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, u32>) {
-        tiled::run(s, tiles, task);
+        if task.out.len() == 1 {
+            tiled_row::run::<S, F>(s, tiles, task);
+        } else {
+            tiled::run(s, tiles, task);
+        }
     }
 }
 
@@ -361,13 +363,10 @@ fn accumulate<S: Simd, F: Weights, const M: usize>(
 ) -> [[S::F32; GROUP]; M] {
     let coefs = coefs.map(|c| &c[..weights.len()]);
     for (i, weights) in weights.iter().enumerate() {
-        let at = std::ptr::from_ref(weights).cast::<u8>();
         if M > 1 {
             ahead.step(s, size_of_val(weights) / LINE);
-        } else if at.addr() % PAGE < PAGE / 4 {
-            for line in (0..size_of_val(weights)).step_by(LINE) {
-                s.prefetch(at.wrapping_add(PAGE + line));
-            }
+        } else {
+            next_page(s, weights);
         }
         F::add(s, &mut sums, weights, std::array::from_fn(|m| &coefs[m][i]));
     }
