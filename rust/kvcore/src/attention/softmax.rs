@@ -272,19 +272,23 @@ impl<S: Simd> Work<S> for Finish<'_> {
             (m, l, kept) = (max, l * factors[0] + factors[1], factors[0]);
         }
         let (acc, scale) = (acc.as_chunks::<LANES>().0, s.splat(self.scale));
-        let result = |acc: &[f32; LANES]| {
-            let acc = if self.sink.is_some() { s.mul(s.load(acc), s.splat(kept)) } else { s.load(acc) };
-            s.mul(s.div(acc, s.splat(l)), scale)
-        };
+        let kept = self.sink.map(|_| s.splat(kept));
         let (whole, rest) = self.out.as_chunks_mut::<LANES>();
         for (out, acc) in whole.iter_mut().zip(acc) {
-            s.store(result(acc), out);
+            s.store(divide(s, acc, kept, l, scale), out);
         }
         if !rest.is_empty() {
             let mut lanes = [0.0; LANES];
-            s.store(result(&acc[whole.len()]), &mut lanes);
+            s.store(divide(s, &acc[whole.len()], kept, l, scale), &mut lanes);
             rest.copy_from_slice(&lanes[..rest.len()]);
         }
         (f64::from(m) * std::f64::consts::LN_2 + f64::from(l).ln()) as f32
     }
+}
+
+/// `acc`, of which a sink leaves the share `kept`, divided by `l`.
+#[inline(always)]
+fn divide<S: Simd>(s: S, acc: &[f32; LANES], kept: Option<S::F32>, l: f32, scale: S::F32) -> S::F32 {
+    let acc = kept.map_or(s.load(acc), |kept| s.mul(s.load(acc), kept));
+    s.mul(s.div(acc, s.splat(l)), scale)
 }

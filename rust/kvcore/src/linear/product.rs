@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use super::ahead::{Ahead, LINE, next_page};
 use super::pack::{GROUP, GROUP_OUTPUTS};
@@ -45,12 +46,16 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
     /// Rows of the largest tile, where a level has many registers: with 12 its sums, a step's weights and a factor fill 32.
     const MOST_ROWS: usize = 12;
 
-    /// One step of a row, as tile registers multiply it.
+    /// One step of [`Self::TOGETHER`] rows, as tile registers multiply them.
     type TileCoef: bytemuck::Pod + Send + Sync;
-    /// Steps that these take at once.
+    /// Rows whose steps lie side by side for these.
+    const TOGETHER: usize;
+    /// Steps that they take at once.
     const TILE_STEPS: usize;
-    /// Rows from which on these multiply.
+    /// Rows from which on they multiply.
     const TILED_FROM: usize;
+    /// Values of memory that a task for them needs for each step.
+    const ROOM: usize;
 
     /// A row's steps, the last filled up with zeros.
     fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::Coef<S>]);
@@ -62,10 +67,11 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
         coefs: [&Self::Coef<S>; M],
     );
 
-    /// A row's steps for tile registers, the last filled up with zeros.
-    fn tile_coefs<S: Simd>(s: S, x: &[f32], out: &mut [Self::TileCoef]);
-    /// A task by tile registers. Behind a row's steps are zeros up to a multiple of [`Self::TILE_STEPS`].
-    fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, Self::TileCoef>);
+    /// The steps of up to [`Self::TOGETHER`] rows for tile registers; what is missing of rows and of the last step is zeros.
+    fn tile_coefs<S: Simd>(s: S, x: &[f32], inputs: usize, out: &mut [Self::TileCoef]);
+    /// A task by tile registers. Behind a row's steps are zeros up to a multiple of [`Self::TILE_STEPS`]. `room`: as much as
+    /// [`Self::ROOM`] says, whatever it holds.
+    fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, Self::TileCoef>, room: &mut [f32]);
 }
 
 impl<F: Dot<Raw: Send + Sync>> Weights for F {
@@ -73,6 +79,8 @@ impl<F: Dot<Raw: Send + Sync>> Weights for F {
     type Coef<S: Simd> = <F as Format>::Coef<S>;
     const STEP: usize = <F as Format>::STEP;
     type TileCoef = u32;
+    const TOGETHER: usize = 1;
+    const ROOM: usize = 0;
     const TILE_STEPS: usize = TILE_WORDS;
     // Pairs of bf16 alone; with one row as with many, since the bits of their sums are their own.
     const TILED_FROM: usize = if Self::STEP == 2 && size_of::<F::Raw>() == size_of::<Pairs>() { 1 } else { usize::MAX };
@@ -98,11 +106,11 @@ impl<F: Dot<Raw: Send + Sync>> Weights for F {
     }
 
     #[inline(always)]
-    fn tile_coefs<S: Simd>(s: S, x: &[f32], out: &mut [u32]) {
+    fn tile_coefs<S: Simd>(s: S, x: &[f32], _: usize, out: &mut [u32]) {
         tiled::round_row(s, x, out);
     }
     #[inline(always)]
-    fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, u32>) {
+    fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, u32>, _: &mut [f32]) {
         if task.out.len() == 1 {
             tiled_row::run::<S, F>(s, tiles, task);
         } else {
@@ -124,24 +132,25 @@ pub(super) struct Layer<'a, F: Weights> {
 }
 
 impl<F: Weights> Layer<'_, F> {
-    /// `out = coefs @ W.T + b` or `out +=` it, by tasks of up to `task_rows` rows; `coefs`: `[rows, stride]`.
+    /// `out = coefs @ W.T + b` or `out +=` it, by tasks of up to `task_rows` rows; `coefs`: `[rows / together, stride]`, for so many
+    /// rows each.
     #[allow(clippy::too_many_arguments)] // What a caller gave, and how it is multiplied.
     fn forward<C: bytemuck::Pod + Send + Sync>(
         &self,
         threads: &Threads,
-        coefs: &[C],
+        (coefs, together): (&[C], usize),
         out: &mut [f32],
         add: bool,
         task_rows: usize,
         should_stop: ShouldStop<'_>,
         run: impl Fn(Task<'_, F, C>) + Sync,
     ) -> Result<()> {
-        let rows = coefs.len() / self.stride;
+        let (rows, units) = (out.len() / self.outputs, coefs.len() / self.stride);
         if rows <= FEW {
             let Range { start, end } = self.behind;
             threads.expect(start.max(end.saturating_sub(EXPECTED))..end);
         }
-        let blocks = rows.div_ceil(task_rows);
+        let blocks = units.div_ceil(task_rows / together);
         let groups = self.weights.len() / self.steps;
         let work = rows.saturating_mul(self.weights.len()).saturating_mul(F::STEP * GROUP_OUTPUTS);
         let tasks = work.div_ceil(TASK).clamp(1, TASKS_PER_THREAD * threads.num_threads());
@@ -152,7 +161,7 @@ impl<F: Weights> Layer<'_, F> {
         // [row block][column range], each a task with a slice of every row of its block.
         let mut items = Vec::with_capacity(blocks * ranges);
         for block in 0..blocks {
-            let (start, end) = (rows * block / blocks, rows * (block + 1) / blocks);
+            let (start, end) = (units * block / blocks, units * (block + 1) / blocks);
             for range in 0..ranges {
                 let (first, last) = (width * range, (width * (range + 1)).min(groups));
                 let columns = first * GROUP_OUTPUTS..(last * GROUP_OUTPUTS).min(self.outputs);
@@ -162,14 +171,14 @@ impl<F: Weights> Layer<'_, F> {
                     steps: self.steps,
                     stride: self.stride,
                     coefs: &coefs[start * self.stride..end * self.stride],
-                    out: Vec::with_capacity(end - start),
+                    out: Vec::with_capacity((end - start) * together),
                     add,
                 });
             }
         }
         for (row, out) in out.chunks_exact_mut(self.outputs).enumerate() {
-            // The block with rows * block / blocks <= row < rows * (block + 1) / blocks.
-            let block = ((row + 1) * blocks - 1) / rows;
+            // The block with units * block / blocks <= unit < units * (block + 1) / blocks.
+            let block = ((row / together + 1) * blocks - 1) / units;
             let mut rest = out;
             for range in 0..ranges {
                 let (columns, behind) = rest.split_at_mut((width * GROUP_OUTPUTS).min(rest.len()));
@@ -206,13 +215,13 @@ impl<S: Simd, F: Weights> Work<S> for Forward<'_, F> {
         let Self { layer, threads, x, inputs, out, add, should_stop } = self;
         let run = |task: Task<'_, F, F::Coef<S>>| s.run(task);
         if F::STEP == 1 && layer.stride == inputs {
-            return layer.forward(threads, bytemuck::cast_slice(x), out, add, TASK_ROWS, should_stop, run);
+            return layer.forward(threads, (bytemuck::cast_slice(x), 1), out, add, TASK_ROWS, should_stop, run);
         }
         let len = rows * layer.stride;
         let mut scratch = threads.scratch(len * (size_of::<F::Coef<S>>() / size_of::<f32>()))?;
         let coefs = bytemuck::cast_slice_mut(&mut scratch);
         round::<S, F, ForVectors>(s, threads, x, inputs, layer.stride, coefs, should_stop)?;
-        layer.forward(threads, coefs, out, add, TASK_ROWS, should_stop, run)
+        layer.forward(threads, (coefs, 1), out, add, TASK_ROWS, should_stop, run)
     }
 }
 
@@ -222,22 +231,31 @@ impl<F: Weights> Forward<'_, F> {
     fn tiled<S: Simd>(self, s: S, tiles: S::Tiles, rows: usize) -> Result<()> {
         let Self { layer, threads, x, inputs, out, add, should_stop } = self;
         let layer = Layer { stride: stride(rows, layer.steps.next_multiple_of(F::TILE_STEPS)), ..layer };
-        let len = rows * layer.stride * (size_of::<F::TileCoef>() / size_of::<f32>());
-        let mut scratch = threads.scratch(len + LINE / size_of::<f32>())?;
+        let row_bytes = layer.stride * size_of::<F::TileCoef>();
+        let (len, each) = (rows.div_ceil(F::TOGETHER) * row_bytes / size_of::<f32>(), layer.steps * F::ROOM);
+        let mut scratch = threads.scratch(len + each * threads.num_threads() + LINE / size_of::<f32>())?;
         // A tile's rows begin at cache lines.
         let before = scratch.as_ptr().addr().next_multiple_of(LINE) - scratch.as_ptr().addr();
-        let coefs = bytemuck::cast_slice_mut(&mut scratch[before / size_of::<f32>()..][..len]);
+        let (coefs, mut rooms) = scratch[before / size_of::<f32>()..].split_at_mut(len);
+        let coefs = bytemuck::cast_slice_mut(coefs);
         round::<S, F, ForTiles>(s, threads, x, inputs, layer.stride, coefs, should_stop)?;
-        let row_bytes = layer.stride * size_of::<F::TileCoef>();
-        let task_rows = (TILED_BYTES / row_bytes).next_multiple_of(TILE_ROWS).clamp(TILE_ROWS, TASK_ROWS);
-        let run = |task: Task<'_, F, F::TileCoef>| s.run(Tiled { tiles, task });
-        layer.forward(threads, coefs, out, add, task_rows, should_stop, run)
+        let room = |_| rooms.split_off_mut(..each).expect("room for each thread");
+        let rooms: Mutex<Vec<_>> = Mutex::new((0..threads.num_threads()).map(room).collect());
+        let task_rows = (TILED_BYTES * F::TOGETHER / row_bytes).next_multiple_of(TILE_ROWS).clamp(TILE_ROWS, TASK_ROWS);
+        let run = |task: Task<'_, F, F::TileCoef>| {
+            let free = || rooms.lock().unwrap_or_else(PoisonError::into_inner);
+            let room = free().pop().expect("as many as threads");
+            s.run(Tiled { tiles, task, room: &mut *room });
+            free().push(room);
+        };
+        layer.forward(threads, (coefs, F::TOGETHER), out, add, task_rows, should_stop, run)
     }
 }
 
 struct Tiled<'a, S: Simd, F: Weights> {
     tiles: S::Tiles,
     task: Task<'a, F, F::TileCoef>,
+    room: &'a mut [f32],
 }
 
 impl<S: Simd, F: Weights> Work<S> for Tiled<'_, S, F> {
@@ -245,7 +263,7 @@ impl<S: Simd, F: Weights> Work<S> for Tiled<'_, S, F> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        F::run_tiled(s, self.tiles, self.task);
+        F::run_tiled(s, self.tiles, self.task, self.room);
     }
 }
 
@@ -409,15 +427,18 @@ pub(super) fn stride(rows: usize, steps: usize) -> usize {
 /// How rows are rounded: for what is to multiply them.
 trait RowsFor<S: Simd, F: Weights>: Send + Sync {
     type Coef: bytemuck::Pod + Send + Sync;
-    fn row(s: S, x: &[f32], coefs: &mut [Self::Coef]);
+    /// Rows that are rounded together.
+    const TOGETHER: usize;
+    fn rows(s: S, x: &[f32], inputs: usize, coefs: &mut [Self::Coef]);
 }
 
 struct ForVectors;
 
 impl<S: Simd, F: Weights> RowsFor<S, F> for ForVectors {
     type Coef = F::Coef<S>;
+    const TOGETHER: usize = 1;
     #[inline(always)]
-    fn row(s: S, x: &[f32], coefs: &mut [F::Coef<S>]) {
+    fn rows(s: S, x: &[f32], _: usize, coefs: &mut [F::Coef<S>]) {
         F::coefs(s, x, coefs);
     }
 }
@@ -426,13 +447,14 @@ struct ForTiles;
 
 impl<S: Simd, F: Weights> RowsFor<S, F> for ForTiles {
     type Coef = F::TileCoef;
+    const TOGETHER: usize = F::TOGETHER;
     #[inline(always)]
-    fn row(s: S, x: &[f32], coefs: &mut [F::TileCoef]) {
-        F::tile_coefs(s, x, coefs);
+    fn rows(s: S, x: &[f32], inputs: usize, coefs: &mut [F::TileCoef]) {
+        F::tile_coefs(s, x, inputs, coefs);
     }
 }
 
-/// The factors of `x` (`[rows, inputs]`), rounded for what multiplies them: `[rows, stride]`.
+/// The factors of `x` (`[rows, inputs]`), rounded for what multiplies them: `[rows / together, stride]`.
 fn round<S: Simd, F: Weights, R: RowsFor<S, F>>(
     s: S,
     threads: &Threads,
@@ -445,10 +467,10 @@ fn round<S: Simd, F: Weights, R: RowsFor<S, F>>(
     /// Values that are worth handing to another thread.
     const TASK: usize = 1 << 15;
     let tasks = (x.len() / TASK).clamp(1, threads.num_threads());
-    let rows = (x.len() / inputs).div_ceil(tasks);
+    let units = (x.len() / inputs).div_ceil(R::TOGETHER).div_ceil(tasks);
     let items: Vec<_> = x
-        .chunks(rows * inputs)
-        .zip(coefs.chunks_mut(rows * stride))
+        .chunks(units * R::TOGETHER * inputs)
+        .zip(coefs.chunks_mut(units * stride))
         .map(|(x, coefs)| Round::<S, F, R> { x, inputs, stride, coefs })
         .collect();
     threads.for_each(items, should_stop, |item| s.run(item))
@@ -466,8 +488,9 @@ impl<S: Simd, F: Weights, R: RowsFor<S, F>> Work<S> for Round<'_, S, F, R> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        for (x, coefs) in self.x.chunks_exact(self.inputs).zip(self.coefs.chunks_exact_mut(self.stride)) {
-            R::row(s, x, coefs);
+        let rows = self.x.chunks(R::TOGETHER * self.inputs);
+        for (x, coefs) in rows.zip(self.coefs.chunks_exact_mut(self.stride)) {
+            R::rows(s, x, self.inputs, coefs);
         }
     }
 }

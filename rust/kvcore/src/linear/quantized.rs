@@ -18,8 +18,8 @@ use super::WeightsIn;
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::product::{Task, Weights};
 use super::row_group::{RowGroup, SCALE, SUM, round_row};
-use super::tiled_bytes::{self, TILED_FROM};
-use crate::simd::{Fours, LANES, Simd, Work};
+use super::tiled_bytes::{self, ROOM, RowsStep, TILED_FROM, round_rows};
+use crate::simd::{Fours, LANES, Simd, TILE_ROWS};
 use crate::threads::{NEVER, Threads};
 use crate::{Error, Result};
 
@@ -65,9 +65,11 @@ macro_rules! groups_of_32 {
             const STEP: usize = GROUP_INPUTS;
             // Their whole sums, and those that go on, fill 24 of 32 registers.
             const MOST_ROWS: usize = 6;
-            type TileCoef = RowGroup;
+            type TileCoef = RowsStep;
+            const TOGETHER: usize = TILE_ROWS;
             const TILE_STEPS: usize = 1;
             const TILED_FROM: usize = TILED_FROM;
+            const ROOM: usize = ROOM;
 
             #[inline(always)]
             fn coefs<S: Simd>(s: S, x: &[f32], out: &mut [RowGroup]) {
@@ -85,14 +87,12 @@ macro_rules! groups_of_32 {
             }
 
             #[inline(always)]
-            fn tile_coefs<S: Simd>(s: S, x: &[f32], out: &mut [RowGroup]) {
-                round_row::<S, $minima>(s, x, out);
+            fn tile_coefs<S: Simd>(s: S, x: &[f32], inputs: usize, out: &mut [RowsStep]) {
+                round_rows::<S, $minima>(s, x, inputs, out);
             }
             #[inline(always)]
-            fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, RowGroup>) {
-                if let Some(task) = tiled_bytes::run::<S, Self, $minima>(s, tiles, task) {
-                    Work::<S>::run(task, s);
-                }
+            fn run_tiled<S: Simd>(s: S, tiles: S::Tiles, task: Task<'_, Self, RowsStep>, room: &mut [f32]) {
+                tiled_bytes::run::<S, Self, $minima>(s, tiles, task, room);
             }
         }
     };

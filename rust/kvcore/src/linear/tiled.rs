@@ -11,7 +11,7 @@
 use super::ahead::{Ahead, LINE};
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::product::{Task, Weights, finish};
-use crate::simd::{LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles};
+use crate::simd::{LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles, Work};
 
 /// How many rows' tiles there are, and the rows of each: as equal as can be. The last begins where it ends with the rows, so
 /// that some may be in two.
@@ -40,12 +40,27 @@ pub(super) fn round_row<S: Simd>(s: S, x: &[f32], out: &mut [u32]) {
 
 /// Multiply a task's rows with its columns.
 #[inline(always)]
-pub(super) fn run<S: Simd, F: Weights>(s: S, tiles: S::Tiles, mut task: Task<'_, F, u32>) {
-    let (count, rows) = tiles_of(task.out.len());
-    let whole = task.steps / TILE_WORDS * TILE_WORDS;
-    let from = task.out.len() - rows;
-    let first = |tile: usize| (tile * rows).min(from);
-    tiles.shaped(rows, TILE_WORDS, |tiles| {
+pub(super) fn run<S: Simd, F: Weights>(s: S, tiles: S::Tiles, task: Task<'_, F, u32>) {
+    let (_, rows) = tiles_of(task.out.len());
+    // What is lent to others is compiled for the level only if it goes through `run`.
+    tiles.shaped(rows, TILE_WORDS, |shape| s.run(Groups { shape, task }));
+}
+
+struct Groups<'t, 'a, S: Simd, F: Weights> {
+    shape: &'t <S::Tiles as Tiles>::Shaped,
+    task: Task<'a, F, u32>,
+}
+
+impl<S: Simd, F: Weights> Work<S> for Groups<'_, '_, S, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Self { shape, mut task } = self;
+        let (count, rows) = tiles_of(task.out.len());
+        let whole = task.steps / TILE_WORDS * TILE_WORDS;
+        let from = task.out.len() - rows;
+        let first = |tile: usize| (tile * rows).min(from);
         let mut last = [[0; 2 * LANES]; GROUP * TILE_WORDS];
         let mut sums = [TwoTiles([[[0.0; LANES]; TILE_ROWS]; GROUP]); 2];
         for group in 0..task.weights.len() / task.steps {
@@ -58,10 +73,10 @@ pub(super) fn run<S: Simd, F: Weights>(s: S, tiles: S::Tiles, mut task: Task<'_,
             for tile in (0..count).step_by(2) {
                 if tile + 1 < count {
                     let firsts = [first(tile), first(tile + 1)];
-                    multiply(s, tiles, &task, firsts, weights, last, &mut sums, &mut ahead);
+                    multiply(s, shape, &task, firsts, weights, last, &mut sums, &mut ahead);
                 } else {
                     let one = sums.first_chunk_mut::<1>().expect("a tile");
-                    multiply(s, tiles, &task, [first(tile)], weights, last, one, &mut ahead);
+                    multiply(s, shape, &task, [first(tile)], weights, last, one, &mut ahead);
                 }
                 for (sums, tile) in sums.iter().zip(tile..count) {
                     put(s, &mut task, group, first(tile), done..first(tile) + rows, sums);
@@ -69,7 +84,7 @@ pub(super) fn run<S: Simd, F: Weights>(s: S, tiles: S::Tiles, mut task: Task<'_,
                 }
             }
         }
-    });
+    }
 }
 
 /// The sums of `R` tiles that begin at these rows.

@@ -11,115 +11,121 @@
 
 use super::ahead::{Ahead, LINE};
 use super::pack::GROUP;
-use super::product::Task;
+use super::product::{Task, Weights};
 use super::quantized::{GROUP_INPUTS, Unpack, add_group};
-use super::row_group::{RowGroup, SCALE, SUM};
+use super::row_group::{RowGroup, SCALE, SUM, round_row};
 use super::tiled::put;
-use crate::simd::{Fours, LANES, Shaped, Simd, TILE_ROWS, Tiles, TwoTiles};
+use crate::simd::{Fours, LANES, Shaped, Simd, TILE_ROWS, Tiles, TwoTiles, Work};
 
 /// Rows from which on a product of tiles with what is around it takes less time than products of vectors.
-pub(super) const TILED_FROM: usize = 24;
+pub(super) const TILED_FROM: usize = 48;
 
 /// Fours of inputs in a step.
 const FOURS: usize = GROUP_INPUTS / 4;
 
-/// A step of 16 rows: their codes as a tile has them, and what [`RowGroup`] has beside them.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Left {
-    codes: [[i32; FOURS]; TILE_ROWS],
-    scales: [f32; TILE_ROWS],
-    sums: [f32; TILE_ROWS],
-}
+/// A step of 16 rows: their codes as a tile has them, then what [`RowGroup`] has beside them, the scales and the sums.
+pub(super) type RowsStep = [i32; (FOURS + 2) * TILE_ROWS];
+const SCALES: usize = FOURS * TILE_ROWS;
+const SUMS: usize = SCALES + TILE_ROWS;
 
 /// A step's codes of a group's panels.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Right([[Fours; FOURS]; GROUP]);
+type Codes = [[Fours; FOURS]; GROUP];
+/// Values that they take up.
+pub(super) const ROOM: usize = size_of::<Codes>() / size_of::<f32>();
 
-/// So many of `x`; `None` where there is no memory for them.
-fn filled<T: Copy>(x: T, len: usize) -> Option<Vec<T>> {
-    let mut values = Vec::new();
-    values.try_reserve_exact(len).ok()?;
-    values.resize(len, x);
-    Some(values)
-}
-
-/// The rows of a task, tile after tile, each `[steps]`; zeros behind the last row.
-fn left(coefs: &[RowGroup], stride: usize, steps: usize) -> Option<Vec<Left>> {
-    let none = Left { codes: [[0; FOURS]; TILE_ROWS], scales: [0.0; TILE_ROWS], sums: [0.0; TILE_ROWS] };
-    let rows = coefs.len() / stride;
-    let mut left = filled(none, rows.div_ceil(TILE_ROWS) * steps)?;
-    for (row, coefs) in coefs.chunks_exact(stride).enumerate() {
-        let (tile, m) = (row / TILE_ROWS, row % TILE_ROWS);
-        for (left, coefs) in left[tile * steps..].iter_mut().zip(&coefs[..steps]) {
-            left.codes[m].copy_from_slice(&coefs[..FOURS]);
-            left.scales[m] = f32::from_bits(coefs[SCALE] as u32);
-            left.sums[m] = f32::from_bits(coefs[SUM] as u32);
+/// Up to 16 rows; zeros behind the last.
+#[inline(always)]
+pub(super) fn round_rows<S: Simd, const MINIMA: bool>(s: S, x: &[f32], inputs: usize, out: &mut [RowsStep]) {
+    let mut groups: Vec<RowGroup> = vec![bytemuck::Zeroable::zeroed(); out.len()];
+    for m in 0..TILE_ROWS {
+        match x.get(m * inputs..(m + 1) * inputs) {
+            Some(x) => round_row::<S, MINIMA>(s, x, &mut groups),
+            None => groups.fill(bytemuck::Zeroable::zeroed()),
+        }
+        for (group, out) in groups.iter().zip(&mut *out) {
+            out[m * FOURS..][..FOURS].copy_from_slice(&group[..FOURS]);
+            (out[SCALES + m], out[SUMS + m]) = (group[SCALE], group[SUM]);
         }
     }
-    Some(left)
 }
 
-/// Multiply a task's rows with its columns. Where there is no memory for that the task comes back: vectors need none.
+/// Multiply a task's rows with its columns; `room`: [`ROOM`] values for each step.
 #[inline(always)]
-pub(super) fn run<'a, S: Simd, F: Unpack, const MINIMA: bool>(
+pub(super) fn run<S: Simd, F: Unpack + Weights<TileCoef = RowsStep>, const MINIMA: bool>(
     s: S,
     tiles: S::Tiles,
-    mut task: Task<'a, F, RowGroup>,
-) -> Option<Task<'a, F, RowGroup>> {
-    let (rows, steps) = (task.out.len(), task.steps);
-    let left = left(task.coefs, task.stride, steps);
-    let codes = filled(Right([[[0; 4 * LANES]; FOURS]; GROUP]), steps);
-    let (Some(left), Some(mut codes)) = (left, codes) else { return Some(task) };
-    tiles.shaped(TILE_ROWS, FOURS, |tiles| {
+    task: Task<'_, F, RowsStep>,
+    room: &mut [f32],
+) {
+    let codes = bytemuck::cast_slice_mut(room);
+    // What is lent to others is compiled for the level only if it goes through `run`.
+    tiles.shaped(TILE_ROWS, FOURS, |shape| s.run(Groups::<S, F, MINIMA> { shape, task, codes }));
+}
+
+struct Groups<'t, 'a, S: Simd, F: Unpack + Weights<TileCoef = RowsStep>, const MINIMA: bool> {
+    shape: &'t <S::Tiles as Tiles>::Shaped,
+    task: Task<'a, F, RowsStep>,
+    /// Of each step.
+    codes: &'t mut [Codes],
+}
+
+impl<S: Simd, F: Unpack + Weights<TileCoef = RowsStep>, const MINIMA: bool> Work<S> for Groups<'_, '_, S, F, MINIMA> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Self { shape, mut task, codes } = self;
+        let (rows, steps, left) = (task.out.len(), task.steps, task.coefs);
         let mut sums = TwoTiles([[[0.0; LANES]; TILE_ROWS]; GROUP]);
+        let mut whole = TwoTiles([[[0; LANES]; TILE_ROWS]; 2]);
         for group in 0..task.weights.len() / steps {
             let weights = &task.weights[group * steps..][..steps];
-            for (raw, codes) in weights.iter().zip(&mut codes) {
+            for (raw, codes) in weights.iter().zip(&mut *codes) {
                 for panel in 0..GROUP {
-                    F::unpack(s, &raw[panel], &mut codes.0[panel]);
+                    F::unpack(s, &raw[panel], &mut codes[panel]);
                 }
             }
-            let mut ahead = Ahead::of(weights, left.len() / steps);
-            for (tile, left) in left.chunks_exact(steps).enumerate() {
+            let mut ahead = Ahead::of(weights, rows.div_ceil(TILE_ROWS));
+            for (tile, left) in left.chunks_exact(task.stride).enumerate() {
                 for panel in 0..GROUP {
-                    let ask = || ahead.step(s, size_of::<F::Raw>() / LINE);
-                    sums.0[panel] = multiply::<S, F, MINIMA>(s, tiles, left, weights, &codes, panel, ask);
+                    let (left, whole) = (&left[..steps], &mut whole);
+                    sums.0[panel] = multiply::<S, F, MINIMA>(s, shape, left, weights, codes, panel, whole, &mut ahead);
                 }
                 let first = tile * TILE_ROWS;
                 put(s, &mut task, group, first, first..rows.min(first + TILE_ROWS), &sums);
             }
         }
-    });
-    None
+    }
 }
 
 /// The sums of a tile of rows with one panel.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
 fn multiply<S: Simd, F: Unpack, const MINIMA: bool>(
     s: S,
     tiles: &impl Shaped,
-    left: &[Left],
+    left: &[RowsStep],
     weights: &[[F::Raw; GROUP]],
-    codes: &[Right],
+    codes: &[Codes],
     panel: usize,
-    mut ahead: impl FnMut(),
+    whole: &mut TwoTiles<i32>,
+    ahead: &mut Ahead,
 ) -> [[f32; LANES]; TILE_ROWS] {
     let mut sums = [s.splat(0.0); TILE_ROWS];
-    let mut whole = TwoTiles([[[0; LANES]; TILE_ROWS]; 2]);
     let steps = left.len();
     for step in (0..steps).step_by(2) {
         // Two steps at a time; behind an odd number the last again, for nothing.
         let both = [step, (step + 1).min(steps - 1)];
-        let lefts = both.map(|step| left[step].codes.as_flattened());
-        tiles.bytes(lefts, FOURS, both.map(|step| &codes[step].0[panel][..]), &mut whole);
+        let lefts = both.map(|step| &left[step][..SCALES]);
+        tiles.bytes(lefts, FOURS, both.map(|step| &codes[step][panel][..]), whole);
         for (step, whole) in (step..steps).zip(&whole.0) {
-            ahead();
-            let (left, scales) = (&left[step], F::scales(s, &weights[step][panel]));
+            ahead.step(s, size_of::<F::Raw>() / LINE);
+            let rows: &[[f32; TILE_ROWS]; 2] =
+                bytemuck::cast_ref(left[step][SCALES..].first_chunk::<32>().expect("two"));
+            let scales = F::scales(s, &weights[step][panel]);
             for m in 0..TILE_ROWS {
                 let products = s.to_f32(s.load_i32(&whole[m]));
-                sums[m] = add_group::<S, MINIMA>(s, sums[m], products, scales, &left.scales[m], &left.sums[m]);
+                sums[m] = add_group::<S, MINIMA>(s, sums[m], products, scales, &rows[0][m], &rows[1][m]);
             }
         }
     }
