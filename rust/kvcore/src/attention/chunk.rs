@@ -140,12 +140,16 @@ impl<'a> Context<'a> {
         self.view.k_tiles(block, &self.heads, tile)
     }
 
+    /// The stored V of tile `t`; none if it is part of K.
+    pub fn stored_v(&self, t: usize) -> &'a [u8] {
+        let (block, tile) = self.place(t);
+        if self.view.layout.latent { &[] } else { self.view.v_tiles(block, &self.heads, tile) }
+    }
+
     /// Ask for all that tile `t` has stored.
     #[inline(always)]
     fn ask<S: Simd>(&self, s: S, t: usize) {
-        let (block, tile) = self.place(t);
-        let v = if self.view.layout.latent { &[] } else { self.view.v_tiles(block, &self.heads, tile) };
-        for bytes in [self.view.k_tiles(block, &self.heads, tile), v] {
+        for bytes in [self.stored_k(t), self.stored_v(t)] {
             for line in bytes.chunks(LINE) {
                 s.prefetch(line.as_ptr());
             }

@@ -354,25 +354,29 @@ impl QueryTile<'_> {
         let of = if self.per_head() > FEW { TILES } else { WINDOW };
         let windows = || windows(tiles.clone(), of);
         let next = if goes_on { self.seen(c + 1).map(|seen| tiles_of(&seen)) } else { None };
-        // Tiles that are asked for while those of a window are read.
+        // Tiles that are asked for while those of a window are read: the next ones; where tiles are expanded, and all of this chunk
+        // are in their buffers, those of the next chunk as they are stored.
         let bytes = |tiles: &[&'_ [F::Raw]]| Ahead::of(tiles.iter().map(|tile| bytemuck::cast_slice(tile)));
+        let of_next = |window: Range<usize>| {
+            let next = next.clone()?;
+            Some((window.start.max(next.start)..window.end.min(next.end)).map(|t| (c + 1) * TILES + t))
+        };
         let ahead_of_k = |window: &Range<usize>| match window.end == tiles.end {
+            _ if context.turns::<F>() => Ahead::of(of_next(window.clone())?.map(|t| context.stored_k(t))),
             false => bytes(&chunk.k[window.end..(window.end + WINDOW).min(tiles.end)]),
             true => bytes(&chunk.v[windows().next()?]),
         };
         let ahead_of_v = |window: &Range<usize>| match window.end == tiles.end {
+            _ if context.turns::<F>() => Ahead::of(of_next(window.clone())?.map(|t| context.stored_v(t))),
             false => bytes(&chunk.v[window.end..(window.end + WINDOW).min(tiles.end)]),
-            true => {
-                let window = self::windows(next.clone()?, of).next()?;
-                Ahead::of(window.map(|t| context.stored_k((c + 1) * TILES + t)))
-            }
+            true => Ahead::of(of_next(self::windows(next.clone()?, of).next()?)?.map(|t| context.stored_k(t))),
         };
         let pass = if self.heads.len() > 1 { registers.len() } else { 1 };
         for registers in registers.chunks(pass.max(1)) {
             let (start, end) = (registers[0].first, registers.last().map_or(0, |r| r.first + r.m));
             scores.resize(scores.len().max(end - start), [0.0; CHUNK]);
             weights.resize(weights.len().max(end - start + F::SLACK), [bytemuck::Zeroable::zeroed(); CHUNK]);
-            let asks = of == WINDOW && start == 0 && !context.turns::<F>();
+            let asks = of == WINDOW && start == 0;
             F::with_scores(s, self.per_head(), self.view.layout.k_dim, |shape| {
                 for window in windows() {
                     let seen = |r: &RegisterTile| {
