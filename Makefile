@@ -18,7 +18,7 @@ export VIRTUAL_ENV := $(abspath $(VENV))
 unexport CONDA_PREFIX
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-models bench lint format wheel smoke test-isa test-memory clean lock develop \
+.PHONY: help demo test test-models bench lint format wheel smoke test-isa test-memory test-inlined clean lock develop \
 	test-rust test-python lint-rustfmt lint-clippy lint-ruff lint-format lint-mypy lint-stubs
 
 help: ## list the targets
@@ -81,6 +81,9 @@ test-isa: ## run the Rust tests for CPUs that are not here: NEON, AVX2 alone, no
 
 test-memory: ## run the Rust tests of kernels and threads under valgrind (Debian), and Miri if it is installed
 	scripts/test_memory.sh
+
+test-inlined: ## look for intrinsics that the release build calls as functions
+	scripts/check_inlined.sh
 
 clean: ## remove everything that was built
 	rm -rf target dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis python/kvcore/_kvcore*.so
