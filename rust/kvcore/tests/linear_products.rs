@@ -159,7 +159,8 @@ proptest! {
     fn rows_of_numbers_at_the_ends_of_the_range_depend_on_themselves_alone(
         seed in 0u64..1000,
         inputs in 1usize..150,
-        outputs in 1usize..70,
+        // Of many outputs one is often zero or infinite, which changes how all of them are summed.
+        outputs in prop_oneof![1usize..4, 1usize..70],
         (of_weights, of_rows) in prop::sample::select(vec![(-63, -63), (-75, -50), (-20, -110), (60, 60), (-100, 90), (0, 0)]),
         infinities: bool,
     ) {

@@ -54,6 +54,8 @@ pub(super) trait Weights: Copy + Send + Sync + 'static {
     const TILE_STEPS: usize;
     /// Rows from which on they multiply.
     const TILED_FROM: usize;
+    /// Steps of a row up to which they do.
+    const TILED_STEPS: usize;
     /// Values of memory that a task for them needs for each step.
     const ROOM: usize;
 
@@ -80,6 +82,7 @@ impl<F: Dot<Raw: Send + Sync>> Weights for F {
     const STEP: usize = <F as Format>::STEP;
     type TileCoef = u32;
     const TOGETHER: usize = 1;
+    const TILED_STEPS: usize = usize::MAX;
     const ROOM: usize = 0;
     const TILE_STEPS: usize = TILE_WORDS;
     // Pairs of bf16 alone; with one row as with many, since the bits of their sums are their own.
@@ -209,7 +212,7 @@ impl<S: Simd, F: Weights> Work<S> for Forward<'_, F> {
     #[inline(always)]
     fn run(self, s: S) -> Result<()> {
         let rows = self.x.len() / self.inputs;
-        if let Some(tiles) = s.tiles().filter(|_| rows >= F::TILED_FROM) {
+        if let Some(tiles) = s.tiles().filter(|_| rows >= F::TILED_FROM && self.layer.steps <= F::TILED_STEPS) {
             return self.tiled(s, tiles, rows);
         }
         let Self { layer, threads, x, inputs, out, add, should_stop } = self;

@@ -18,7 +18,7 @@ use super::WeightsIn;
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::product::{Task, Weights};
 use super::row_group::{RowGroup, SCALE, SUM, round_row};
-use super::tiled_bytes::{self, ROOM, RowsStep, TILED_FROM, round_rows};
+use super::tiled_bytes::{self, ROOM, RowsStep, TILED_FROM, TILED_STEPS, round_rows};
 use crate::simd::{Fours, LANES, Simd, TILE_ROWS};
 use crate::threads::{NEVER, Threads};
 use crate::{Error, Result};
@@ -69,6 +69,7 @@ macro_rules! groups_of_32 {
             const TOGETHER: usize = TILE_ROWS;
             const TILE_STEPS: usize = 1;
             const TILED_FROM: usize = TILED_FROM;
+            const TILED_STEPS: usize = TILED_STEPS;
             const ROOM: usize = ROOM;
 
             #[inline(always)]
