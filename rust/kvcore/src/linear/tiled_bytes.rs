@@ -124,7 +124,7 @@ fn multiply<S: Simd, F: Unpack, const MINIMA: bool>(
         for (step, whole) in (step..steps).zip(&whole.0) {
             ahead.step(s, size_of::<F::Raw>() / LINE);
             let rows: &[[f32; TILE_ROWS]; 2] =
-                bytemuck::cast_ref(left[step][SCALES..].first_chunk::<32>().expect("two"));
+                bytemuck::cast_ref(left[step][SCALES..].first_chunk::<{ 2 * TILE_ROWS }>().expect("two"));
             let scales = F::scales(s, &weights[step][panel]);
             for m in 0..TILE_ROWS {
                 let products = s.to_f32(s.load_i32(&whole[m]));
