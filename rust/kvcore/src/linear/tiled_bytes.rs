@@ -18,7 +18,7 @@ use super::tiled::put;
 use crate::simd::{Fours, LANES, Shaped, Simd, TILE_ROWS, Tiles, TwoTiles, Work};
 
 /// Rows from which on a product of tiles with what is around it takes less time than products of vectors.
-pub(super) const TILED_FROM: usize = 48;
+pub(super) const TILED_FROM: usize = 96;
 
 /// Steps of a row up to which it does: codes, weights and rows of more are too much for the second-level cache.
 pub(super) const TILED_STEPS: usize = 8192 / GROUP_INPUTS;
