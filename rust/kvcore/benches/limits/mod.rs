@@ -6,7 +6,9 @@ pub mod roofline;
 use std::hint::black_box;
 use std::time::Instant;
 
-use kvcore::simd::{LANES, Level, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles, Work};
+use kvcore::simd::{
+    self, LANES, Left, Level, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles, Work,
+};
 use kvcore::threads::{NEVER, Threads};
 
 /// Bytes of what is read to measure memory, not caches: twice the last-level cache, as far as that is known and sane.
@@ -149,15 +151,19 @@ impl<S: Simd> Work<S> for TileProducts {
     #[inline(always)]
     fn run(self, s: S) -> f32 {
         let Some(tiles) = s.tiles() else { return 0.0 };
-        let left = black_box(vec![0x3f80_3f80_u32; TILE_ROWS * Self::STEPS * TILE_WORDS]);
-        let right: Vec<Pairs> = black_box(vec![[0x3f80; 2 * LANES]; 2 * TILE_WORDS]);
+        // Rows of tiles are cache lines: one that lay across two would take twice as long.
+        const LINE: usize = 64;
+        let stride = Self::STEPS * TILE_WORDS;
+        let words = black_box(vec![0x3f80_3f80_u32; TILE_ROWS * stride + LINE]);
+        let start = words.as_ptr().addr();
+        let left = &words[(start.next_multiple_of(LINE) - start) / size_of::<u32>()..];
+        let right = black_box(TwoTiles([[[0x3f80_3f80_u32; LANES]; TILE_WORDS]; 2]));
+        let panels: [&[Pairs]; 2] = std::array::from_fn(|i| bytemuck::cast_slice(&right.0[i]));
         let mut sums = [TwoTiles([[[0.0f32; LANES]; TILE_ROWS]; 2]); 2];
         tiles.shaped(TILE_ROWS, TILE_WORDS, |tiles| {
-            let panels = [&right[..TILE_WORDS], &right[TILE_WORDS..]];
             for _ in 0..self.rounds {
-                let [first, second] = sums.each_mut().map(TwoTiles::values_mut);
-                let (stride, sums) = (Self::STEPS * TILE_WORDS, [first, second]);
-                tiles.bf16([&left, &left], stride, Self::STEPS, |_| panels, 1, true, sums, LANES, TILE_VALUES);
+                let left = Left { tiles: [left, left], stride };
+                tiles.bf16(left, Self::STEPS, 2, |panel, _| panels[panel], 1, true, simd::Sums::of(&mut sums), || ());
             }
         });
         sums[0].0[0][0][0]

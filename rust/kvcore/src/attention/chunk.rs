@@ -12,6 +12,7 @@
 use std::ops::Range;
 
 use super::gather::{Gathered, gather, leaves};
+use super::lines::Lines;
 use super::tree::Path;
 use crate::paging::BlockId;
 use crate::simd::{Format, LANES, Simd, Work};
@@ -42,15 +43,15 @@ pub struct Context<'a> {
 
 /// Room for a chunk's tiles where those of the blocks cannot be multiplied as they are.
 pub struct Buffers<F: Format> {
-    k: Vec<F::Raw>,
-    v: Vec<F::Raw>,
+    k: Lines<F::Raw>,
+    v: Lines<F::Raw>,
     /// Tiles that a path leaves the order of the slots in; by tile.
     gathered: Vec<(usize, Gathered<F>)>,
 }
 
 impl<F: Format> Default for Buffers<F> {
     fn default() -> Self {
-        Self { k: Vec::new(), v: Vec::new(), gathered: Vec::new() }
+        Self { k: Lines::default(), v: Lines::default(), gathered: Vec::new() }
     }
 }
 
@@ -165,8 +166,8 @@ impl<'a> Context<'a> {
     pub fn prepare<F: Format>(&self, buffers: &mut Buffers<F>) {
         let (k, v) = self.steps::<F>();
         let room = |steps: usize, needed: bool| if needed { TILES * self.heads.len() * steps } else { 0 };
-        buffers.k.resize(room(k, self.expands::<F>()), bytemuck::Zeroable::zeroed());
-        buffers.v.resize(room(v, self.turns::<F>()), bytemuck::Zeroable::zeroed());
+        buffers.k.resize(room(k, self.expands::<F>()));
+        buffers.v.resize(room(v, self.turns::<F>()));
     }
 
     /// Tile `t` as the kernels read it.

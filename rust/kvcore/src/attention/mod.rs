@@ -17,6 +17,7 @@ mod cascade;
 mod chunk;
 mod format;
 mod gather;
+mod lines;
 mod maps;
 mod mask;
 mod products;

@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use super::ahead::Ahead;
 use super::chunk::{CHUNK, HeadChunk};
+use super::lines::Lines;
 use crate::simd::{Dot, Format, LANES, Simd, Work, tile as kernel};
 use crate::storage::TILE;
 
@@ -22,15 +23,25 @@ pub trait Multiply: Format {
     type Shape<S: Simd>;
     /// Rows behind a register tile's queries and weights that must be there. They may hold anything, and count for nothing.
     const SLACK: usize;
+    /// Queries of one row tile: enough that a K tile in a cache serves many of them, and whole register tiles in most groups.
+    const QUERIES_PER_TILE: usize = 48;
 
     /// The next register tile for `left` queries.
     fn tile_size<S: Simd>(left: usize) -> usize;
     /// Pack one query among the `m` of a register tile.
     fn pack<S: Simd>(s: S, q: &[f32], packed: &mut [Self::Coef<S>], m: usize, query: usize);
-    /// Run [`Self::scores`] of some register tiles, cut from so many queries.
-    fn with_scores<S: Simd>(s: S, queries: usize, k_dim: usize, work: impl FnOnce(&Self::Shape<S>));
-    /// Run [`Self::mix`] of some register tiles, cut from so many queries.
-    fn with_mix<S: Simd>(s: S, queries: usize, work: impl FnOnce(&Self::Shape<S>));
+    /// Run both products of some register tiles, cut from so many queries, with one shape if it serves both.
+    fn with_both<S: Simd>(s: S, queries: usize, k_dim: usize, work: impl FnOnce(Option<&Self::Shape<S>>));
+    /// Run [`Self::scores`] of them, with `both` if there is one.
+    fn with_scores<S: Simd>(
+        s: S,
+        both: Option<&Self::Shape<S>>,
+        queries: usize,
+        k_dim: usize,
+        work: impl FnOnce(&Self::Shape<S>),
+    );
+    /// Run [`Self::mix`] of them, likewise.
+    fn with_mix<S: Simd>(s: S, both: Option<&Self::Shape<S>>, queries: usize, work: impl FnOnce(&Self::Shape<S>));
     /// `scores[m][token] = q . k` for the tiles `tiles` of a chunk; `queries` are packed, and `scores` has `m` rows. What is
     /// `ahead` is asked for as K is read.
     fn scores<S: Simd>(
@@ -42,13 +53,24 @@ pub trait Multiply: Format {
         scores: &mut [[f32; CHUNK]],
         ahead: Option<&mut Ahead>,
     );
+    /// V of the tiles `tiles` of a chunk as [`Self::mix`] takes it, where that is not as it lies; `seen`: tokens that any query sees.
+    fn join<S: Simd>(
+        _: S,
+        _: HeadChunk<'_, Self>,
+        _: &Range<usize>,
+        _: &Range<usize>,
+        _: usize,
+        _: &mut Lines<Self::Raw>,
+    ) {
+    }
     /// Add `sum of weights[m][token] * v[token]` to `acc`, `[m, width]`, over those of `tokens` (of a chunk) that each query
-    /// sees. What is `ahead` is asked for as V is read.
+    /// sees. `joined` is what [`Self::join`] made. What is `ahead` is asked for as V is read.
     #[allow(clippy::too_many_arguments)] // As the kernels: a struct would only rename them.
     fn mix<S: Simd>(
         s: S,
         shape: &Self::Shape<S>,
         chunk: HeadChunk<'_, Self>,
+        joined: &[Self::Raw],
         tokens: &Range<usize>,
         visible: &[Range<usize>],
         shared: &Shared,
@@ -57,6 +79,10 @@ pub trait Multiply: Format {
         width: usize,
         ahead: Option<&mut Ahead>,
     );
+    /// Make sums ready for the first [`Self::mix`] of a chunk.
+    fn begin(acc: &mut [f32]) {
+        acc.fill(0.0);
+    }
     /// What is left to be done to sums of [`Self::mix`] behind the last token of a chunk.
     fn settle<S: Simd>(_: S, _: &mut [f32]) {}
     /// How often `m` queries' [`Self::scores`] of `tiles` tiles ask for what is ahead.
@@ -134,11 +160,15 @@ impl<F: Dot> Multiply for F {
         s.run(Pack::<S, F> { q, packed, m, query });
     }
 
-    fn with_scores<S: Simd>(_: S, _: usize, _: usize, work: impl FnOnce(&())) {
+    fn with_both<S: Simd>(_: S, _: usize, _: usize, work: impl FnOnce(Option<&()>)) {
+        work(Some(&()));
+    }
+
+    fn with_scores<S: Simd>(_: S, _: Option<&()>, _: usize, _: usize, work: impl FnOnce(&())) {
         work(&());
     }
 
-    fn with_mix<S: Simd>(_: S, _: usize, work: impl FnOnce(&())) {
+    fn with_mix<S: Simd>(_: S, _: Option<&()>, _: usize, work: impl FnOnce(&())) {
         work(&());
     }
 
@@ -160,6 +190,7 @@ impl<F: Dot> Multiply for F {
         s: S,
         (): &(),
         chunk: HeadChunk<'_, F>,
+        _: &[F::Raw],
         tokens: &Range<usize>,
         visible: &[Range<usize>],
         shared: &Shared,

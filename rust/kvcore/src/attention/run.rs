@@ -23,8 +23,8 @@ use crate::Result;
 use crate::simd::{Level, Simd, Work};
 use crate::threads::{ShouldStop, Threads};
 
-/// Queries of one tile: enough that a K tile in a cache serves many of them, and whole register tiles in most groups.
-const QUERIES_PER_TILE: usize = 48;
+/// Queries that the heads of a row tile may have together.
+const QUERIES_OF_HEADS: usize = 48;
 
 /// Below this many multiply-adds a call is not worth waking a thread for.
 const SERIAL_WORK: usize = 300_000;
@@ -109,13 +109,13 @@ impl<S: Simd, F: Multiply> Work<S> for Run<'_, F> {
         let places = places(&counts, &order);
         let rows: Vec<Row> = order.iter().flat_map(|&entry| std::mem::take(&mut rows_of[entry])).collect();
         let kv_heads = call.view.layout.num_kv_heads;
-        let tiles = tiles(call, &order, &segments, &rows, &places);
+        let tiles = tiles(call, F::QUERIES_PER_TILE, &order, &segments, &rows, &places);
         let group = call.num_q_heads / kv_heads;
         let serial = threads.num_threads() == 1 || work(call, &rows) < SERIAL_WORK;
         // What one thread would do together is cut where others would have nothing to do.
         let (mut most, wanted) = (kv_heads, if serial { 0 } else { PIECES_PER_THREAD * threads.num_threads() });
         let heads_of = |tile: &Tile, most: usize| {
-            let heads = heads_of(&call.view, &rows[tile.rows.clone()], group, QUERIES_PER_TILE).min(most);
+            let heads = heads_of(&call.view, &rows[tile.rows.clone()], group, QUERIES_OF_HEADS).min(most);
             head_ranges(kv_heads, heads)
         };
         let units = |most| tiles.iter().map(|tile| tile.chunks.len() * heads_of(tile, most).len()).sum::<usize>();
@@ -234,9 +234,16 @@ fn work(call: &Call<'_>, rows: &[Row<'_>]) -> usize {
     seen.saturating_mul(call.num_q_heads * (l.k_dim + l.v_dim) / 2)
 }
 
-fn tiles(call: &Call<'_>, order: &[usize], segments: &[Segment], rows: &[Row<'_>], places: &[usize]) -> Vec<Tile> {
+fn tiles(
+    call: &Call<'_>,
+    queries: usize,
+    order: &[usize],
+    segments: &[Segment],
+    rows: &[Row<'_>],
+    places: &[usize],
+) -> Vec<Tile> {
     let group = call.num_q_heads / call.view.layout.num_kv_heads;
-    let per_tile = (QUERIES_PER_TILE / group).max(1);
+    let per_tile = (queries / group).max(1);
     let mut tiles = Vec::with_capacity(rows.len().div_ceil(per_tile) + segments.len());
     for segment in segments {
         let of = places[segment.entries.start]..places[segment.entries.end];
@@ -338,15 +345,13 @@ impl<S: Simd, F: Multiply> Work<S> for On<'_, '_, S, F> {
 /// Write one query's result.
 fn finish<S: Simd>(s: S, tile: &QueryTile<'_>, q_head: usize, state: State<'_>, slot: &mut Slot<'_>) {
     let (v_dim, i) = (tile.view.layout.v_dim, q_head % tile.group);
-    let lse = s.run(Finish {
+    s.run(Finish {
         state,
         sink: tile.scoring.sinks.map(|sinks| sinks[q_head]),
         scale: tile.view.v_scale(q_head / tile.group),
         out: &mut slot.out[i * v_dim..][..v_dim],
+        lse: slot.lse.as_mut().map(|lse| &mut lse[i]),
     });
-    if let Some(out) = &mut slot.lse {
-        out[i] = lse;
-    }
 }
 
 /// One row and KV head whose states are kept in pieces, in order.
@@ -415,7 +420,8 @@ impl<S: Simd> Work<S> for MergeRow<'_> {
                         (m, l) = (add.m, add.l);
                         acc.copy_from_slice(add.acc);
                     } else {
-                        s.run(Merge { m: &mut m, l: &mut l, acc: &mut acc, add });
+                        let (m, l) = (std::slice::from_mut(&mut m), std::slice::from_mut(&mut l));
+                        s.run(Merge { m, l, acc: &mut acc, add: add.as_states() });
                     }
                 }
             }

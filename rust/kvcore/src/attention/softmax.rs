@@ -210,16 +210,27 @@ impl Bent<'_> {
     }
 }
 
-/// One query's running state with one more chunk: both rescaled to the larger maximum.
+/// Running states of some queries with one more chunk: both rescaled to the larger maximum.
 pub struct Merge<'a> {
-    /// The running maximum.
-    pub m: &'a mut f32,
-    /// The running sum of weights.
-    pub l: &'a mut f32,
-    /// The running sum of V.
+    /// The running maxima.
+    pub m: &'a mut [f32],
+    /// The running sums of weights.
+    pub l: &'a mut [f32],
+    /// The running sums of V, `[queries, width]`.
     pub acc: &'a mut [f32],
-    /// What comes to it.
-    pub add: State<'a>,
+    /// What comes to them, in the same order.
+    pub add: States<'a>,
+}
+
+/// States of some queries.
+#[derive(Clone, Copy)]
+pub struct States<'a> {
+    /// The maxima.
+    pub m: &'a [f32],
+    /// The sums of weights.
+    pub l: &'a [f32],
+    /// The weighted sums of V, `[queries, width]`.
+    pub acc: &'a [f32],
 }
 
 impl<S: Simd> Work<S> for Merge<'_> {
@@ -227,17 +238,32 @@ impl<S: Simd> Work<S> for Merge<'_> {
 
     #[inline(always)]
     fn run(self, s: S) {
-        let max = if self.add.m > *self.m { self.add.m } else { *self.m };
-        let mut differences = [0.0; LANES];
-        (differences[0], differences[1]) = (*self.m - max, self.add.m - max);
-        let mut factors = [0.0; LANES];
-        s.store(math::exp2(s, s.load(&differences)), &mut factors);
-        let (old, new) = (factors[0], factors[1]);
-        *self.m = max;
-        *self.l = *self.l * old + self.add.l * new;
-        for (acc, add) in self.acc.as_chunks_mut::<LANES>().0.iter_mut().zip(self.add.acc.as_chunks::<LANES>().0) {
-            let kept = s.mul(s.load(acc), s.splat(old));
-            s.store(s.mul_add(s.load(add), s.splat(new), kept), acc);
+        let width = self.acc.len() / self.m.len();
+        let queries = self.m.chunks_mut(LANES).zip(self.l.chunks_mut(LANES)).zip(self.acc.chunks_mut(LANES * width));
+        let adds = self.add.m.chunks(LANES).zip(self.add.l.chunks(LANES)).zip(self.add.acc.chunks(LANES * width));
+        for (((m, l), acc), ((add_m, add_l), add_acc)) in queries.zip(adds) {
+            let lanes = |x: &[f32]| {
+                let mut lanes = [0.0; LANES];
+                lanes[..x.len()].copy_from_slice(x);
+                s.load(&lanes)
+            };
+            let (before, other) = (lanes(m), lanes(add_m));
+            let max = s.max(other, before);
+            let (mut old, mut new, mut sums, mut maxima) = ([0.0; LANES], [0.0; LANES], [0.0; LANES], [0.0; LANES]);
+            let (keep, take) = (math::exp2(s, s.sub(before, max)), math::exp2(s, s.sub(other, max)));
+            s.store(keep, &mut old);
+            s.store(take, &mut new);
+            s.store(s.add(s.mul(lanes(l), keep), s.mul(lanes(add_l), take)), &mut sums);
+            s.store(max, &mut maxima);
+            m.copy_from_slice(&maxima[..m.len()]);
+            l.copy_from_slice(&sums[..l.len()]);
+            let rows = acc.chunks_exact_mut(width).zip(add_acc.chunks_exact(width));
+            for ((acc, add), (old, new)) in rows.zip(old.into_iter().zip(new)) {
+                let (old, new) = (s.splat(old), s.splat(new));
+                for (acc, add) in acc.as_chunks_mut::<LANES>().0.iter_mut().zip(add.as_chunks::<LANES>().0) {
+                    s.store(s.mul_add(s.load(add), new, s.mul(s.load(acc), old)), acc);
+                }
+            }
         }
     }
 }
@@ -252,14 +278,15 @@ pub struct Finish<'a> {
     pub scale: f32,
     /// `v_dim` values.
     pub out: &'a mut [f32],
+    /// Where the logarithm of the sum of all exponentials goes, the sink's among them, in natural units.
+    pub lse: Option<&'a mut f32>,
 }
 
 impl<S: Simd> Work<S> for Finish<'_> {
-    /// The logarithm of the sum of all exponentials, the sink's among them, in natural units.
-    type Output = f32;
+    type Output = ();
 
     #[inline(always)]
-    fn run(self, s: S) -> f32 {
+    fn run(self, s: S) {
         let State { mut m, mut l, acc } = self.state;
         let mut kept = 1.0;
         if let Some(sink) = self.sink {
@@ -282,7 +309,9 @@ impl<S: Simd> Work<S> for Finish<'_> {
             s.store(divide(s, &acc[whole.len()], kept, l, scale), &mut lanes);
             rest.copy_from_slice(&lanes[..rest.len()]);
         }
-        (f64::from(m) * std::f64::consts::LN_2 + f64::from(l).ln()) as f32
+        if let Some(lse) = self.lse {
+            *lse = (f64::from(m) * std::f64::consts::LN_2 + f64::from(l).ln()) as f32;
+        }
     }
 }
 

@@ -24,9 +24,10 @@ use std::ops::Range;
 
 use super::ahead::{Ahead, MAX_TILES};
 use super::chunk::{Buffers, CHUNK, Context, HeadChunk, TILES};
+use super::lines::Lines;
 use super::products::{Multiply, Shared, tiles_of};
 use super::scoring::Scoring;
-use super::softmax::{Merge, Plain, Weights};
+use super::softmax::{Merge, Plain, States, Weights};
 use super::tree::Path;
 use crate::paging::BlockId;
 use crate::simd::{Format, Simd};
@@ -90,7 +91,7 @@ pub struct QueryTile<'a> {
 pub struct Partial {
     m: Vec<f32>,
     l: Vec<f32>,
-    acc: Vec<f32>,
+    acc: Lines<f32>,
 }
 
 impl Partial {
@@ -98,7 +99,13 @@ impl Partial {
     fn resize(&mut self, queries: usize, width: usize) {
         self.m.resize(queries, 0.0);
         self.l.resize(queries, 0.0);
-        self.acc.resize(queries * width, 0.0);
+        self.acc.resize(queries * width);
+    }
+
+    /// The states of some queries.
+    fn some(&self, queries: Range<usize>, width: usize) -> States<'_> {
+        let acc = &self.acc[queries.start * width..queries.end * width];
+        States { m: &self.m[queries.clone()], l: &self.l[queries], acc }
     }
 
     /// One query's state.
@@ -118,15 +125,24 @@ pub struct State<'a> {
     pub acc: &'a [f32],
 }
 
+impl State<'_> {
+    /// As those of one query.
+    pub fn as_states(&self) -> States<'_> {
+        States { m: std::slice::from_ref(&self.m), l: std::slice::from_ref(&self.l), acc: self.acc }
+    }
+}
+
 /// Buffers of one thread, for one tile after the other.
 pub struct Scratch<S: Simd, F: Format> {
     /// The first query of each register tile, and how many it has.
     tiles: Vec<(usize, usize)>,
     /// Packed queries, register tile after register tile, each `[steps][M]`.
-    queries: Vec<F::Coef<S>>,
-    scores: Vec<[f32; CHUNK]>,
-    weights: Vec<[F::Coef<S>; CHUNK]>,
+    queries: Lines<F::Coef<S>>,
+    scores: Lines<[f32; CHUNK]>,
+    weights: Lines<[F::Coef<S>; CHUNK]>,
     buffers: Buffers<F>,
+    /// V of one head as the products take it.
+    joined: Lines<F::Raw>,
     registers: Vec<RegisterTile>,
     /// What of a chunk each query sees.
     visible: Vec<Range<usize>>,
@@ -138,10 +154,11 @@ impl<S: Simd, F: Format> Default for Scratch<S, F> {
     fn default() -> Self {
         Self {
             tiles: Vec::new(),
-            queries: Vec::new(),
-            scores: Vec::new(),
-            weights: Vec::new(),
+            queries: Lines::default(),
+            scores: Lines::default(),
+            weights: Lines::default(),
             buffers: Buffers::default(),
+            joined: Lines::default(),
             registers: Vec::new(),
             visible: Vec::new(),
             running: Partial::default(),
@@ -253,14 +270,16 @@ impl QueryTile<'_> {
         running.resize(self.num_queries(), self.width());
         let mut partial = std::mem::take(&mut scratch.partial);
         partial.resize(self.num_queries(), self.width());
-        for c in chunks.clone() {
-            if c == chunks.start {
-                self.chunk(s, scratch, c, c + 1 < chunks.end, running, &mut observe);
-            } else {
-                self.chunk(s, scratch, c, c + 1 < chunks.end, &mut partial, &mut observe);
-                self.merge_chunk(s, c, running, &partial);
+        F::with_both(s, self.per_head(), self.view.layout.k_dim, |both| {
+            for c in chunks.clone() {
+                if c == chunks.start {
+                    self.chunk(s, both, scratch, c, c + 1 < chunks.end, running, &mut observe);
+                } else {
+                    self.chunk(s, both, scratch, c, c + 1 < chunks.end, &mut partial, &mut observe);
+                    self.merge_chunk(s, c, running, &partial);
+                }
             }
-        }
+        });
         scratch.partial = partial;
     }
 
@@ -274,17 +293,19 @@ impl QueryTile<'_> {
     ) {
         let chunks = first..first + partials.len();
         self.pack(s, scratch);
-        for (c, partial) in chunks.clone().zip(partials) {
-            partial.resize(self.num_queries(), self.width());
-            self.chunk(s, scratch, c, c + 1 < chunks.end, partial, &mut |_, _, _, _, _| {});
-        }
+        F::with_both(s, self.per_head(), self.view.layout.k_dim, |both| {
+            for (c, partial) in chunks.clone().zip(partials) {
+                partial.resize(self.num_queries(), self.width());
+                self.chunk(s, both, scratch, c, c + 1 < chunks.end, partial, &mut |_, _, _, _, _| {});
+            }
+        });
     }
 
     /// Pack the queries as the kernels read them.
     fn pack<S: Simd, F: Multiply>(&self, s: S, scratch: &mut Scratch<S, F>) {
         let (n, dim) = (self.num_queries(), self.view.layout.k_dim);
         let steps = dim / F::STEP;
-        scratch.queries.resize((n + F::SLACK) * steps, bytemuck::Zeroable::zeroed());
+        scratch.queries.resize((n + F::SLACK) * steps);
         self.context().prepare(&mut scratch.buffers);
         scratch.tiles.clear();
         scratch.tiles.extend(self.register_tiles::<S, F>());
@@ -321,20 +342,23 @@ impl QueryTile<'_> {
 
     /// Softmax state of every query over the tokens of chunk `c` that its row sees; of no meaning where it sees none.
     /// `goes_on`: the next chunk comes next.
+    #[allow(clippy::too_many_arguments)] // Where it runs, what it works on, and who looks on.
     fn chunk<S: Simd, F: Multiply>(
         &self,
         s: S,
+        both: Option<&F::Shape<S>>,
         scratch: &mut Scratch<S, F>,
         c: usize,
         goes_on: bool,
         partial: &mut Partial,
         observe: &mut impl Observe,
     ) {
-        let Some(seen) = self.seen(c) else { return };
-        let tiles = tiles_of(&seen);
+        let Some(all) = self.seen(c) else { return };
+        let tiles = tiles_of(&all);
         let steps = self.view.layout.k_dim / F::STEP;
         let width = self.width();
-        let Scratch { tiles: register_tiles, queries, scores, weights, buffers, registers, visible, .. } = scratch;
+        let Scratch { tiles: register_tiles, queries, scores, weights, buffers, joined, registers, visible, .. } =
+            scratch;
         let path = match self.rows {
             [row] => row.path.as_ref(),
             _ => None,
@@ -342,8 +366,8 @@ impl QueryTile<'_> {
         let context = self.context();
         let chunk = context.chunk(s, c, tiles.clone(), path, buffers);
         visible.clear();
-        for _ in self.heads.clone() {
-            visible.extend(self.rows_from(0).map(|row| within(c, row.sees.clone())));
+        for row in self.heads.clone().flat_map(|_| self.rows) {
+            visible.extend(std::iter::repeat_n(within(c, row.sees.clone()), self.group));
         }
         registers.clear();
         registers.extend(register_tiles.iter().filter_map(|&(first, m)| {
@@ -372,12 +396,14 @@ impl QueryTile<'_> {
             true => Ahead::of(of_next(self::windows(next.clone()?, of).next()?)?.map(|t| context.stored_k(t))),
         };
         let pass = if self.heads.len() > 1 { registers.len() } else { 1 };
+        // Several passes are of one head in one window.
+        let mut has_joined = None;
         for registers in registers.chunks(pass.max(1)) {
             let (start, end) = (registers[0].first, registers.last().map_or(0, |r| r.first + r.m));
-            scores.resize(scores.len().max(end - start), [0.0; CHUNK]);
-            weights.resize(weights.len().max(end - start + F::SLACK), [bytemuck::Zeroable::zeroed(); CHUNK]);
+            scores.resize(end - start);
+            weights.resize(end - start + F::SLACK);
             let asks = of == WINDOW && start == 0;
-            F::with_scores(s, self.per_head(), self.view.layout.k_dim, |shape| {
+            F::with_scores(s, both, self.per_head(), self.view.layout.k_dim, |shape| {
                 for window in windows() {
                     let seen = |r: &RegisterTile| {
                         let any = tiles_of(&r.shared.any);
@@ -410,9 +436,9 @@ impl QueryTile<'_> {
                 for (query, visible) in queries.zip(&visible[r.queries()]) {
                     observe(query, c * CHUNK, visible.clone(), &scores[query - start], unit);
                 }
-                partial.acc[r.first * width..(r.first + r.m) * width].fill(0.0);
+                F::begin(&mut partial.acc[r.first * width..(r.first + r.m) * width]);
             }
-            F::with_mix(s, self.per_head(), |shape| {
+            F::with_mix(s, both, self.per_head(), |shape| {
                 for window in windows() {
                     let seen = |r: &RegisterTile| {
                         let any = &r.shared.any;
@@ -424,6 +450,10 @@ impl QueryTile<'_> {
                         ahead.over(registers.iter().map(steps).sum());
                     }
                     for r in registers {
+                        if has_joined != Some((r.head, window.start)) {
+                            F::join(s, chunk.head(r.head), &window, &all, width, joined);
+                            has_joined = Some((r.head, window.start));
+                        }
                         let tokens = seen(r);
                         if tokens.is_empty() {
                             continue;
@@ -431,7 +461,8 @@ impl QueryTile<'_> {
                         let weights = &mut weights[r.first - start..][..r.m + F::SLACK];
                         let acc = &mut partial.acc[r.first * width..(r.first + r.m) * width];
                         let (chunk, ahead) = (chunk.head(r.head), ahead.as_mut());
-                        F::mix(s, shape, chunk, &tokens, &visible[r.queries()], &r.shared, weights, acc, width, ahead);
+                        let visible = &visible[r.queries()];
+                        F::mix(s, shape, chunk, joined, &tokens, visible, &r.shared, weights, acc, width, ahead);
                     }
                 }
             });
@@ -482,28 +513,38 @@ impl QueryTile<'_> {
 
     /// Merge chunk `c` into the running state of the queries that see any of it.
     fn merge_chunk<S: Simd>(&self, s: S, c: usize, running: &mut Partial, chunk: &Partial) {
-        let width = self.width();
-        let rows = (0..self.heads.len()).flat_map(|_| self.rows).flat_map(|row| std::iter::repeat_n(row, self.group));
-        for (i, row) in rows.enumerate() {
-            let chunks = row.chunks();
-            if !chunks.contains(&c) {
-                continue;
-            }
-            let (m, l, acc) = (&mut running.m[i], &mut running.l[i], &mut running.acc[i * width..][..width]);
-            let add = chunk.of(i, width);
-            if chunks.start == c {
-                (*m, *l) = (add.m, add.l);
-                acc.copy_from_slice(add.acc);
-            } else {
-                s.run(Merge { m, l, acc, add });
+        let (width, rows) = (self.width(), self.rows.len());
+        // Whether a row begins with the chunk; none if it does not see it.
+        let begins = |row: usize| {
+            let chunks = self.rows[row].chunks();
+            chunks.contains(&c).then_some(chunks.start == c)
+        };
+        for head in 0..self.heads.len() {
+            let mut next = 0;
+            while next < rows {
+                let (first, kind) = (next, begins(next));
+                next += (first..rows).take_while(|&row| begins(row) == kind).count();
+                let queries = (head * rows + first) * self.group..(head * rows + next) * self.group;
+                let add = chunk.some(queries.clone(), width);
+                let (m, l) = (&mut running.m[queries.clone()], &mut running.l[queries.clone()]);
+                let acc = &mut running.acc[queries.start * width..queries.end * width];
+                match kind {
+                    None => {}
+                    Some(true) => {
+                        m.copy_from_slice(add.m);
+                        l.copy_from_slice(add.l);
+                        acc.copy_from_slice(add.acc);
+                    }
+                    Some(false) => s.run(Merge { m, l, acc, add }),
+                }
             }
         }
     }
 }
 
-/// `tiles` by up to `of` at a time.
+/// `tiles` by up to `of` at a time, cut at multiples of it.
 fn windows(tiles: Range<usize>, of: usize) -> impl Iterator<Item = Range<usize>> {
-    tiles.clone().step_by(of).map(move |t| t..(t + of).min(tiles.end))
+    (tiles.start / of..tiles.end.div_ceil(of)).map(move |i| (i * of).max(tiles.start)..((i + 1) * of).min(tiles.end))
 }
 
 /// The part of `tokens` that lies in chunk `c`, counted from the chunk's first token; it may be empty.

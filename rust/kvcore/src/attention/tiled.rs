@@ -1,29 +1,40 @@
 //! The two products of a register tile with a chunk by tile registers.
 //!
 //! ```text
+//! join     two tiles of V, 32 tokens, side by side; zeros for what no query of any register tile sees
 //! scores   16 queries' dimensions x 16 tokens of K, 32 dimensions a step
-//! mix      16 queries' weights x 16 dimensions of V, 16 tokens a step; weights of what a query does not see are zeros
+//! mix      16 queries' weights x 16 dimensions of V, 32 tokens a step; weights of what a query does not see are zeros
 //! ```
-//! A step is summed on its own before it is added, so bits differ from those of other levels; steps are at fixed dimensions and
-//! tokens. What one query sees and another does not is multiplied by zero, which adds nothing as long as it is a number: V that
-//! nobody sees is taken as zeros, and where V that some see has none, each of the queries there is multiplied for itself. All that
-//! such a product may change is the sign of a zero (products of no size keep theirs), so at last every zero is given the same.
+//! A product of tiles takes as long for 16 tokens as for 32, and V's blocks have 16: so V is copied, once for all register tiles of
+//! a head. A step is summed on its own before it is added, so bits differ from those of other levels; steps are at fixed dimensions
+//! and tokens. What one query sees and another does not is multiplied by zero, which adds nothing as long as it is a number: where V
+//! has others that some see, each of the queries there is multiplied for itself. All that such a product may change is the sign of a
+//! zero (products of no size keep theirs), so at last every zero is given the same.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
 
 use super::ahead::Ahead;
 use super::chunk::{CHUNK, HeadChunk, TILES};
+use super::lines::Lines;
 use super::products::{Multiply, Shared, tiles_of};
 use crate::simd::{
-    Format, LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, TiledBf16, Tiles, TwoTiles, Work,
+    Format, LANES, Left, Pairs, Shaped, Simd, Sums, TILE_ROWS, TILE_WORDS, TiledBf16, Tiles, TwoTiles, Work,
 };
 use crate::storage::TILE;
 
 /// Queries of a register tile: two tiles of them go with each tile of K or V.
 const QUERIES: usize = 2 * TILE_ROWS;
-/// Pairs of tokens in a tile of V.
-const TOKEN_PAIRS: usize = TILE / 2;
+/// Tokens of a step of V, and pairs of them.
+const STEP: usize = 2 * TILE;
+const TOKEN_PAIRS: usize = STEP / 2;
+/// Steps of V in a chunk.
+const STEPS: usize = CHUNK / STEP;
+
+/// The steps of V that `tokens` lie in.
+fn steps_of(tokens: &Range<usize>) -> Range<usize> {
+    tokens.start / STEP..tokens.end.div_ceil(STEP)
+}
 
 /// Pairs of dimensions that a step sums.
 fn words(pairs: usize) -> usize {
@@ -50,6 +61,7 @@ macro_rules! by_tiles {
 impl Multiply for TiledBf16 {
     type Shape<S: Simd> = <S::Tiles as Tiles>::Shaped;
     const SLACK: usize = QUERIES;
+    const QUERIES_PER_TILE: usize = 3 * QUERIES;
 
     fn tile_size<S: Simd>(left: usize) -> usize {
         left.min(QUERIES)
@@ -60,12 +72,36 @@ impl Multiply for TiledBf16 {
         s.run(Pack::<S> { q, packed: &mut packed[query * pairs..][..pairs] });
     }
 
-    fn with_scores<S: Simd>(s: S, queries: usize, k_dim: usize, work: impl FnOnce(&Self::Shape<S>)) {
-        tiles(s).shaped(queries.min(TILE_ROWS), words(k_dim / 2), work);
+    fn with_both<S: Simd>(s: S, queries: usize, k_dim: usize, work: impl FnOnce(Option<&Self::Shape<S>>)) {
+        if words(k_dim / 2) == TOKEN_PAIRS {
+            tiles(s).shaped(queries.min(TILE_ROWS), TOKEN_PAIRS, |shape| work(Some(shape)));
+        } else {
+            work(None);
+        }
     }
 
-    fn with_mix<S: Simd>(s: S, queries: usize, work: impl FnOnce(&Self::Shape<S>)) {
-        tiles(s).shaped(queries.min(TILE_ROWS), TOKEN_PAIRS, work);
+    fn with_scores<S: Simd>(
+        s: S,
+        both: Option<&Self::Shape<S>>,
+        queries: usize,
+        k_dim: usize,
+        work: impl FnOnce(&Self::Shape<S>),
+    ) {
+        match both {
+            Some(shape) => work(shape),
+            None => tiles(s).shaped(queries.min(TILE_ROWS), words(k_dim / 2), work),
+        }
+    }
+
+    fn with_mix<S: Simd>(s: S, both: Option<&Self::Shape<S>>, queries: usize, work: impl FnOnce(&Self::Shape<S>)) {
+        match both {
+            Some(shape) => work(shape),
+            None => tiles(s).shaped(queries.min(TILE_ROWS), TOKEN_PAIRS, work),
+        }
+    }
+
+    fn begin(_: &mut [f32]) {
+        // The first step does not add.
     }
 
     fn scores<S: Simd>(
@@ -81,10 +117,32 @@ impl Multiply for TiledBf16 {
         by_tiles!(s, scores.len(), |R| Scores::<S, R> { shape, chunk, tiles, queries, scores, ahead });
     }
 
+    fn join<S: Simd>(
+        s: S,
+        chunk: HeadChunk<'_, Self>,
+        tiles: &Range<usize>,
+        seen: &Range<usize>,
+        width: usize,
+        joined: &mut Lines<Pairs>,
+    ) {
+        let vectors = width / LANES;
+        joined.resize(STEPS * TOKEN_PAIRS * vectors);
+        for step in steps_of(&(tiles.start * TILE..tiles.end * TILE)) {
+            let out = &mut joined[step * TOKEN_PAIRS * vectors..][..TOKEN_PAIRS * vectors];
+            for half in 0..2 {
+                let t = 2 * step + half;
+                let v = if tiles_of(seen).contains(&t) { chunk.v(t) } else { &[] };
+                s.run(Join { v, out: &mut *out, first: half * TILE / 2 });
+            }
+            hide(out, step * STEP, seen);
+        }
+    }
+
     fn mix<S: Simd>(
         s: S,
         shape: &Self::Shape<S>,
-        chunk: HeadChunk<'_, Self>,
+        _: HeadChunk<'_, Self>,
+        joined: &[Pairs],
         tokens: &Range<usize>,
         visible: &[Range<usize>],
         shared: &Shared,
@@ -95,9 +153,9 @@ impl Multiply for TiledBf16 {
     ) {
         // Where there are tile registers a factor is two bf16 values as they are.
         let weights = bytemuck::cast_slice_mut(weights);
-        let (tiles, any) = (tiles_of(tokens), &shared.any);
+        let steps = steps_of(tokens);
         by_tiles!(s, visible.len(), |R| {
-            Mix::<S, R> { shape, chunk, tiles, any, visible, weights, acc, vectors: width / LANES, ahead }
+            Mix::<S, R> { shape, joined, steps, shared, visible, weights, acc, vectors: width / LANES, ahead }
         });
     }
 
@@ -110,7 +168,45 @@ impl Multiply for TiledBf16 {
     }
 
     fn mix_steps<S: Simd>(_: usize, tokens: usize, width: usize) -> usize {
-        (width / LANES).div_ceil(2) * tokens.div_ceil(TILE) * TOKEN_PAIRS
+        (width / LANES).div_ceil(2) * tokens.div_ceil(STEP) * TOKEN_PAIRS
+    }
+}
+
+/// A tile of V, or zeros, as half of a step.
+struct Join<'a> {
+    /// `[TILE / 2][vectors]`; none for zeros.
+    v: &'a [Pairs],
+    /// `[vectors][TOKEN_PAIRS]`
+    out: &'a mut [Pairs],
+    /// The first of its pairs there.
+    first: usize,
+}
+
+impl<S: Simd> Work<S> for Join<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self, _: S) {
+        let columns = self.out.as_chunks_mut::<TOKEN_PAIRS>().0;
+        let half = self.first..self.first + TILE / 2;
+        if self.v.is_empty() {
+            columns.iter_mut().for_each(|out| out[half.clone()].fill([0; 2 * LANES]));
+            return;
+        }
+        for (pair, row) in half.zip(self.v.chunks_exact(columns.len())) {
+            for (out, v) in columns.iter_mut().zip(row) {
+                out[pair] = *v;
+            }
+        }
+    }
+}
+
+/// Zeros for those tokens of a step, which begins at token `first`, that are not `seen`.
+fn hide(v: &mut [Pairs], first: usize, seen: &Range<usize>) {
+    for token in (first..first + STEP).filter(|token| !seen.contains(token)) {
+        for column in v.as_chunks_mut::<TOKEN_PAIRS>().0 {
+            column[(token - first) / 2].iter_mut().skip((token - first) % 2).step_by(2).for_each(|bits| *bits = 0);
+        }
     }
 }
 
@@ -158,30 +254,32 @@ impl<S: Simd, const R: usize> Work<S> for Scores<'_, S, R> {
     #[inline(always)]
     fn run(self, s: S) {
         let Self { shape, chunk, tiles, queries, scores, mut ahead } = self;
-        let mut multiply = |two: [usize; 2], sums: [&mut [f32]; R], stride, panel| {
-            let k = two.map(|t| chunk.k(t));
-            let pairs = k[0].len();
-            let words = words(pairs);
-            let left: [&[u32]; R] = std::array::from_fn(|r| &queries[r * TILE_ROWS * pairs..]);
-            let right = |step: usize| k.map(|k| &k[step * words..]);
-            shape.bf16(left, pairs, pairs / words, right, 1, true, sums, stride, panel);
-            ask(s, &mut ahead, pairs);
-        };
-        // Behind an odd number the last again, for nothing.
-        let twos = tiles.clone().step_by(2).map(|t| [t, (t + 1).min(tiles.end - 1)]);
+        let mut k = [&[][..]; TILES];
+        for t in tiles.clone() {
+            k[t] = chunk.k(t);
+        }
+        let (k, pairs) = (&k[tiles.clone()], k[tiles.start].len());
+        let words = words(pairs);
+        let left = Left { tiles: std::array::from_fn(|r| &queries[r * TILE_ROWS * pairs..]), stride: pairs };
+        let steps = pairs / words;
         if scores.len() == R * shape.rows() {
-            for two in twos {
-                let rows = parts(scores.as_flattened_mut(), shape.rows() * CHUNK, two[0] * TILE);
-                multiply(two, rows, CHUNK, (two[1] - two[0]) * TILE);
-            }
+            let sums = Sums {
+                tiles: parts(scores.as_flattened_mut(), shape.rows() * CHUNK, tiles.start * TILE),
+                stride: CHUNK,
+                panel: TILE,
+            };
+            let right = |t: usize, step: usize| &k[t][step * words..];
+            shape.bf16(left, steps, k.len(), right, 1, true, sums, || ask(s, &mut ahead, pairs));
             return;
         }
         let mut sums = [TwoTiles([[[0.0; LANES]; TILE_ROWS]; 2]); R];
-        for two in twos {
-            multiply(two, sums.each_mut().map(TwoTiles::values_mut), LANES, TILE_VALUES);
+        for (two, k) in k.chunks(2).enumerate() {
+            let right = |t: usize, step: usize| &k[t][step * words..];
+            shape.bf16(left, steps, k.len(), right, 1, true, Sums::of(&mut sums), || ask(s, &mut ahead, pairs));
+            let first = tiles.start + 2 * two;
             for (scores, sums) in scores.chunks_mut(TILE_ROWS).zip(&sums) {
                 for (m, scores) in scores.iter_mut().enumerate() {
-                    for (t, sums) in two.into_iter().zip(&sums.0) {
+                    for (t, sums) in (first..first + k.len()).zip(&sums.0) {
                         s.store(s.load(&sums[m]), &mut scores.as_chunks_mut().0[t]);
                     }
                 }
@@ -207,10 +305,10 @@ fn parts<const R: usize>(x: &mut [f32], size: usize, at: usize) -> [&mut [f32]; 
 
 struct Mix<'a, S: Simd, const R: usize> {
     shape: &'a <TiledBf16 as Multiply>::Shape<S>,
-    chunk: HeadChunk<'a, TiledBf16>,
-    tiles: Range<usize>,
-    /// Tokens that any query sees.
-    any: &'a Range<usize>,
+    /// `[STEPS][vectors][TOKEN_PAIRS]`
+    joined: &'a [Pairs],
+    steps: Range<usize>,
+    shared: &'a Shared,
     /// Tokens that each sees.
     visible: &'a [Range<usize>],
     weights: &'a mut [[u32; CHUNK]],
@@ -225,96 +323,87 @@ impl<S: Simd, const R: usize> Work<S> for Mix<'_, S, R> {
 
     #[inline(always)]
     fn run(mut self, s: S) {
+        let (start, end) = (self.steps.start * STEP, self.steps.end * STEP);
         for (weights, visible) in self.weights.iter_mut().zip(self.visible) {
-            let (start, end) = (self.tiles.start * TILE, self.tiles.end * TILE);
             let weights: &mut [u16] = bytemuck::cast_slice_mut(&mut weights[..CHUNK / 2]);
             weights[start..visible.start.clamp(start, end)].fill(0);
             weights[visible.end.clamp(start, end)..end].fill(0);
         }
-        let edges: Vec<Edge> = self.tiles.clone().filter_map(|t| self.edge(t, self.any)).collect();
-        if edges.iter().all(Edge::is_finite) {
-            self.multiply(s, &edges, None);
+        let all = &self.shared.all;
+        let mut edges = self.steps.clone().filter(|step| all.start > step * STEP || all.end < (step + 1) * STEP);
+        if edges.all(|step| is_finite(self.step(step))) {
+            self.multiply(s, &[], None);
             return;
         }
         for query in 0..self.visible.len() {
-            let alone = edges.iter().filter_map(|edge| self.edge(edge.t, &self.visible[query])).collect::<Vec<_>>();
-            self.multiply(s, &alone, Some(query));
+            let seen = &self.visible[query];
+            let hidden: Vec<_> = self.steps.clone().filter_map(|step| self.hidden(step, seen)).collect();
+            self.multiply(s, &hidden, Some(query));
         }
     }
 }
 
-/// A tile of V of which not all queries see all, with zeros for what none sees.
-struct Edge {
-    t: usize,
-    v: Vec<Pairs>,
-}
-
-impl Edge {
-    fn is_finite(&self) -> bool {
-        const INFINITE: u16 = 0x7f80;
-        self.v.as_flattened().iter().all(|bits| bits & INFINITE != INFINITE)
-    }
+/// Whether all values are numbers.
+#[inline(always)]
+fn is_finite(v: &[Pairs]) -> bool {
+    const INFINITE: u16 = 0x7f80;
+    !v.iter().any(|v| v.iter().fold(false, |any, bits| any | (bits & INFINITE == INFINITE)))
 }
 
 impl<S: Simd, const R: usize> Mix<'_, S, R> {
-    /// Tile `t` with what lies outside of `seen` as zeros; `None` if all queries see all of it.
-    fn edge(&self, t: usize, seen: &Range<usize>) -> Option<Edge> {
-        let (start, end) = (t * TILE, (t + 1) * TILE);
-        if self.visible.iter().all(|visible| visible.start <= start && visible.end >= end) {
-            return None;
-        }
-        let mut v = self.chunk.v(t).to_vec();
-        for (pair, row) in v.chunks_exact_mut(self.vectors).enumerate() {
-            for (half, token) in [start + 2 * pair, start + 2 * pair + 1].into_iter().enumerate() {
-                if !seen.contains(&token) {
-                    row.as_flattened_mut().iter_mut().skip(half).step_by(2).for_each(|bits| *bits = 0);
-                }
-            }
-        }
-        Some(Edge { t, v })
+    /// V of a step.
+    fn step(&self, step: usize) -> &[Pairs] {
+        &self.joined[step * TOKEN_PAIRS * self.vectors..][..TOKEN_PAIRS * self.vectors]
     }
 
-    /// Add the products of all queries, or of one.
+    /// A step with zeros for what is not `seen`; `None` if all of it is.
+    fn hidden(&self, step: usize, seen: &Range<usize>) -> Option<(usize, Vec<Pairs>)> {
+        if seen.start <= step * STEP && seen.end >= (step + 1) * STEP {
+            return None;
+        }
+        let mut v = self.step(step).to_vec();
+        hide(&mut v, step * STEP, seen);
+        Some((step, v))
+    }
+
+    /// Add the products of all queries, or of one, for which some steps are others.
     #[inline(always)]
-    fn multiply(&mut self, s: S, edges: &[Edge], only: Option<usize>) {
-        let Self { shape, chunk, tiles, visible, weights, acc, vectors, ahead, .. } = self;
-        let (vectors, first, width) = (*vectors, tiles.start, *vectors * LANES);
-        let mut v = [&[][..]; TILES];
-        for t in tiles.clone() {
-            v[t] = chunk.v(t);
+    fn multiply(&mut self, s: S, others: &[(usize, Vec<Pairs>)], only: Option<usize>) {
+        let Self { shape, joined, steps, shared, visible, weights, acc, vectors, ahead } = self;
+        let (vectors, first, width) = (*vectors, steps.start, *vectors * LANES);
+        // Of the chunk's first step there is nothing yet to add to.
+        let anew = first == shared.any.start / STEP;
+        let mut v = [&[][..]; STEPS];
+        for step in steps.clone() {
+            v[step] = &joined[step * TOKEN_PAIRS * vectors..][..TOKEN_PAIRS * vectors];
         }
-        for edge in edges {
-            v[edge.t] = &edge.v;
+        for (step, other) in others {
+            v[*step] = other;
         }
-        let left: [&[u32]; R] =
-            std::array::from_fn(|r| &weights[r * TILE_ROWS..].as_flattened()[first * TOKEN_PAIRS..]);
-        let mut multiply = |columns: [usize; 2], sums: [&mut [f32]; R], stride, panel| {
-            let right = |step: usize| columns.map(|d| &v[first + step][d..]);
-            shape.bf16(left, CHUNK, tiles.len(), right, vectors, false, sums, stride, panel);
-            ask(s, ahead, tiles.len() * TOKEN_PAIRS);
-        };
-        // Behind an odd number the last again, for nothing.
-        let twos = (0..vectors).step_by(2).map(|d| [d, (d + 1).min(vectors - 1)]);
+        let (v, asks) = (&v[steps.clone()], steps.len() * TOKEN_PAIRS);
+        let rows = |r: usize| &weights[r * TILE_ROWS..].as_flattened()[first * TOKEN_PAIRS..];
+        let left = Left { tiles: std::array::from_fn(rows), stride: CHUNK };
+        let right = |d: usize, step: usize| &v[step][d * TOKEN_PAIRS..];
         if only.is_none() && visible.len() == R * shape.rows() {
-            for two in twos {
-                let rows = parts(acc, shape.rows() * width, two[0] * LANES);
-                multiply(two, rows, width, (two[1] - two[0]) * LANES);
-            }
+            let sums = Sums { tiles: parts(acc, shape.rows() * width, 0), stride: width, panel: LANES };
+            shape.bf16(left, v.len(), vectors, right, 1, anew, sums, || ask(s, ahead, asks));
             return;
         }
         let mut sums = [TwoTiles([[[0.0; LANES]; TILE_ROWS]; 2]); R];
         let rows = only.map_or(0..visible.len(), |only| only..only + 1);
-        for two in twos {
-            for row in rows.clone() {
+        for two in (0..vectors).step_by(2) {
+            let columns = two..(two + 2).min(vectors);
+            for row in rows.clone().filter(|_| !anew) {
                 let acc = acc[row * width..][..width].as_chunks::<LANES>().0;
-                for (d, sums) in two.into_iter().zip(&mut sums[row / TILE_ROWS].0) {
+                for (d, sums) in columns.clone().zip(&mut sums[row / TILE_ROWS].0) {
                     s.store(s.load(&acc[d]), &mut sums[row % TILE_ROWS]);
                 }
             }
-            multiply(two, sums.each_mut().map(TwoTiles::values_mut), LANES, TILE_VALUES);
+            let right = |d: usize, step: usize| right(two + d, step);
+            shape.bf16(left, v.len(), columns.len(), right, 1, anew, Sums::of(&mut sums), || ask(s, ahead, asks));
             for row in rows.clone() {
                 let acc = acc[row * width..][..width].as_chunks_mut::<LANES>().0;
-                for (d, sums) in two.into_iter().zip(&sums[row / TILE_ROWS].0) {
+                for (d, sums) in columns.clone().zip(&sums[row / TILE_ROWS].0) {
                     s.store(s.load(&sums[row % TILE_ROWS]), &mut acc[d]);
                 }
             }

@@ -11,7 +11,7 @@
 use super::ahead::{Ahead, LINE};
 use super::pack::{GROUP, GROUP_OUTPUTS};
 use super::product::{Task, Weights, finish};
-use crate::simd::{LANES, Pairs, Shaped, Simd, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles, Work};
+use crate::simd::{LANES, Left, Pairs, Shaped, Simd, Sums, TILE_ROWS, TILE_WORDS, Tiles, TwoTiles, Work};
 
 /// How many rows' tiles there are, and the rows of each: as equal as can be. The last begins where it ends with the rows, so
 /// that some may be in two.
@@ -100,41 +100,20 @@ fn multiply<S: Simd, F: Weights, const R: usize>(
     sums: &mut [TwoTiles<f32>; R],
     ahead: &mut Ahead,
 ) {
-    let left = firsts.map(|first| &task.coefs[first * task.stride..]);
+    let left = Left { tiles: firsts.map(|first| &task.coefs[first * task.stride..]), stride: task.stride };
     let steps = weights.len() / (GROUP * TILE_WORDS);
-    let (stride, panel) = (LANES, TILE_VALUES);
     if steps > 0 {
-        let right = |step: usize| {
-            ahead.step(s, GROUP * TILE_WORDS * size_of::<Pairs>() / LINE);
-            let weights = &weights[step * GROUP * TILE_WORDS..];
-            [weights, &weights[1..]]
+        let right = |panel: usize, step: usize| {
+            if panel == 0 {
+                ahead.step(s, GROUP * TILE_WORDS * size_of::<Pairs>() / LINE);
+            }
+            &weights[step * GROUP * TILE_WORDS + panel..]
         };
-        tiles.bf16(
-            left,
-            task.stride,
-            steps,
-            right,
-            GROUP,
-            true,
-            sums.each_mut().map(TwoTiles::values_mut),
-            stride,
-            panel,
-        );
+        tiles.bf16(left, steps, GROUP, right, GROUP, true, Sums::of(sums), || ());
     }
     if let Some(last) = last {
-        let left = left.map(|left| &left[steps * TILE_WORDS..]);
-        let right = |_| [last, &last[1..]];
-        tiles.bf16(
-            left,
-            task.stride,
-            1,
-            right,
-            GROUP,
-            steps == 0,
-            sums.each_mut().map(TwoTiles::values_mut),
-            stride,
-            panel,
-        );
+        let left = Left { tiles: left.tiles.map(|left| &left[steps * TILE_WORDS..]), ..left };
+        tiles.bf16(left, 1, GROUP, |panel, _| &last[panel..], GROUP, steps == 0, Sums::of(sums), || ());
     }
 }
 

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-use super::tiles::{Fours, Pairs, Shaped, TILE_ROWS, TILE_WORDS, Tiles, TwoTiles};
+use super::tiles::{Fours, Left, Pairs, Shaped, Sums, TILE_ROWS, TILE_WORDS, Tiles, TwoTiles};
 use super::vector::LANES;
 
 /// Proof that the CPU has AMX with bf16 and bytes, and that the system lets this process use it.
@@ -219,62 +219,76 @@ impl Shaped for AmxShaped {
     #[inline(always)]
     fn bf16<'a, const R: usize>(
         &self,
-        left: [&[u32]; R],
-        left_stride: usize,
+        left: Left<'_, R>,
         steps: usize,
-        mut right: impl FnMut(usize) -> [&'a [Pairs]; 2],
+        panels: usize,
+        mut right: impl FnMut(usize, usize) -> &'a [Pairs],
         right_stride: usize,
         anew: bool,
-        sums: [&mut [f32]; R],
-        sums_stride: usize,
-        panel: usize,
+        sums: Sums<'_, R>,
+        mut behind: impl FnMut(),
     ) {
         const { assert!(R == 1 || R == 2) }
-        let fits = |sums: &[f32]| panel <= sums.len() && holds(sums.len() - panel, self.rows, sums_stride, LANES);
-        assert!(sums.iter().all(|sums| fits(sums)), "sums of {sums_stride}");
+        let Some(last) = panels.checked_sub(1) else { return };
+        // All that is the same for each step is looked at once: what lies between two products is time that tiles wait.
+        let offset = last.checked_mul(sums.panel).expect("panels of sums");
+        let fits =
+            |sums_of: &[f32]| offset <= sums_of.len() && holds(sums_of.len() - offset, self.rows, sums.stride, LANES);
+        assert!(sums.tiles.iter().all(|tile| fits(tile)), "sums of {}", sums.stride);
         let width = steps.checked_mul(self.words).expect("pairs of a row");
-        assert!(left.iter().all(|left| holds(left.len(), self.rows, left_stride, width)), "rows of {left_stride}");
-        let (left_bytes, right_bytes) = (size_of::<u32>() * left_stride, size_of::<Pairs>() * right_stride);
-        let sums_bytes = size_of::<f32>() * sums_stride;
-        // SAFETY: a value of this type proves that the tiles have its shape; the assertions, that all rows are in the slices.
-        unsafe {
-            if anew {
-                zero::<0>();
-                zero::<1>();
-            } else {
-                load::<0, _>(sums[0].as_ptr(), sums_bytes);
-                load::<1, _>(sums[0].as_ptr().add(panel), sums_bytes);
-            }
-            if R == 2 && anew {
-                zero::<2>();
-                zero::<3>();
-            } else if R == 2 {
-                load::<2, _>(sums[1].as_ptr(), sums_bytes);
-                load::<3, _>(sums[1].as_ptr().add(panel), sums_bytes);
-            }
-            for step in 0..steps {
-                let right = right(step);
-                assert!(
-                    right.iter().all(|right| holds(right.len(), self.words, right_stride, 1)),
-                    "panels of {right_stride}"
-                );
-                load::<6, _>(right[0].as_ptr(), right_bytes);
-                load::<4, _>(left[0].as_ptr().add(step * self.words), left_bytes);
-                dot_bf16::<0, 4, 6>();
-                load::<7, _>(right[1].as_ptr(), right_bytes);
-                dot_bf16::<1, 4, 7>();
+        assert!(
+            left.tiles.iter().all(|tile| holds(tile.len(), self.rows, left.stride, width)),
+            "rows of {}",
+            left.stride
+        );
+        let right_last = (self.words - 1).checked_mul(right_stride).expect("rows of a panel");
+        let (left_bytes, right_bytes) = (size_of::<u32>() * left.stride, size_of::<Pairs>() * right_stride);
+        let (sums_bytes, step_pairs) = (size_of::<f32>() * sums.stride, self.words);
+        let mut tiles = sums.tiles.into_iter();
+        let mut rows = || tiles.next().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);
+        let (one, two) = (rows(), rows());
+        for first in (0..panels).step_by(2) {
+            let (a, b) = (first, (first + 1).min(last));
+            let (at_a, at_b) = (a * sums.panel, b * sums.panel);
+            // SAFETY: a value of this type proves that the tiles have its shape; the assertions, that all rows are in the slices, of
+            // which `one` is the first sums' start, and `two`, if R is 2, the second's.
+            unsafe {
+                if anew {
+                    zero::<0>();
+                    zero::<1>();
+                } else {
+                    load::<0, _>(one.add(at_a).cast_const(), sums_bytes);
+                    load::<1, _>(one.add(at_b).cast_const(), sums_bytes);
+                }
+                if R == 2 && anew {
+                    zero::<2>();
+                    zero::<3>();
+                } else if R == 2 {
+                    load::<2, _>(two.add(at_a).cast_const(), sums_bytes);
+                    load::<3, _>(two.add(at_b).cast_const(), sums_bytes);
+                }
+                for step in 0..steps {
+                    let (of_a, of_b) = (right(a, step), right(b, step));
+                    assert!(of_a.len() > right_last && of_b.len() > right_last, "panels of {right_stride}");
+                    load::<6, _>(of_a.as_ptr(), right_bytes);
+                    load::<4, _>(left.tiles[0].as_ptr().add(step * step_pairs), left_bytes);
+                    dot_bf16::<0, 4, 6>();
+                    load::<7, _>(of_b.as_ptr(), right_bytes);
+                    dot_bf16::<1, 4, 7>();
+                    if R == 2 {
+                        load::<5, _>(left.tiles[1].as_ptr().add(step * step_pairs), left_bytes);
+                        dot_bf16::<2, 5, 6>();
+                        dot_bf16::<3, 5, 7>();
+                    }
+                }
+                store::<0, _>(one.add(at_a), sums_bytes);
+                store::<1, _>(one.add(at_b), sums_bytes);
                 if R == 2 {
-                    load::<5, _>(left[1].as_ptr().add(step * self.words), left_bytes);
-                    dot_bf16::<2, 5, 6>();
-                    dot_bf16::<3, 5, 7>();
+                    store::<2, _>(two.add(at_a), sums_bytes);
+                    store::<3, _>(two.add(at_b), sums_bytes);
                 }
             }
-            store::<0, _>(sums[0].as_mut_ptr(), sums_bytes);
-            store::<1, _>(sums[0].as_mut_ptr().add(panel), sums_bytes);
-            if R == 2 {
-                store::<2, _>(sums[1].as_mut_ptr(), sums_bytes);
-                store::<3, _>(sums[1].as_mut_ptr().add(panel), sums_bytes);
-            }
+            behind();
         }
     }
 

@@ -33,7 +33,7 @@ mod neon;
 pub use format::{Bf16, Dot, F16, F32, Format, Fp8E4M3, Fp8E5M2, Int8, TiledBf16};
 pub use level::Level;
 pub use prefetch::prefetch;
-pub use tiles::{Fours, Pairs, Shaped, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles};
+pub use tiles::{Fours, Left, Pairs, Shaped, Sums, TILE_ROWS, TILE_VALUES, TILE_WORDS, Tiles, TwoTiles};
 pub use vector::{LANES, Simd, Work};
 
 #[cfg(test)]

@@ -312,17 +312,18 @@ impl<S: Simd> Work<S> for TileProducts {
                 .map(|x| bytemuck::pod_read_unaligned(bytemuck::cast_slice(x)))
                 .collect();
             let left = [&left[..rows * stride - 5], &left[rows * stride..]];
-            let panels = |step: usize| {
-                let right = &right[step * words * right_stride..];
-                [&right[..(words - 1) * right_stride + 1], &right[1..]]
+            let panels = |panel: usize, step: usize| {
+                &right[step * words * right_stride + panel..][..(words - 1) * right_stride + 1]
             };
             let mut sums = [TwoTiles([[[0.5f32; LANES]; TILE_ROWS]; 2]); 2];
             for anew in [false, true, false] {
                 let before = sums;
                 tiles.shaped(rows, words, |tiles| {
                     assert_eq!(tiles.rows(), rows);
-                    let [a, b] = sums.each_mut().map(TwoTiles::values_mut);
-                    tiles.bf16(left, stride, steps, panels, right_stride, anew, [a, b], LANES, TILE_VALUES);
+                    let mut behind = 0;
+                    let left = Left { tiles: left, stride };
+                    tiles.bf16(left, steps, 2, panels, right_stride, anew, Sums::of(&mut sums), || behind += 1);
+                    assert_eq!(behind, 1);
                 });
                 for (r, panel, row, lane) in
                     (0..2 * 2 * TILE_ROWS * LANES).map(|i| (i / 512, i / 256 % 2, i / 16 % 16, i % 16))
@@ -381,24 +382,36 @@ impl<S: Simd> Work<S> for Refused {
         let Some(tiles) = s.tiles() else { panic!("no tiles") };
         let (left, right) = (vec![0u32; 16 * 16], vec![[0u16; 2 * LANES]; 16]);
         let mut sums = vec![0.0f32; 2 * TILE_VALUES];
-        let none = |_| [&right[..], &right[..]];
+        let whole = |_, _| &right[..];
+        let all = Left { tiles: [&left[..]], stride: 16 };
+        fn sums_of(sums: &mut [f32]) -> Sums<'_, 1> {
+            Sums { tiles: [sums], stride: LANES, panel: TILE_VALUES }
+        }
         match self.0 {
             0 => tiles.shaped(17, 16, |_| ()),
             1 => tiles.shaped(16, 16, |tiles| {
-                tiles.bf16([&left[1..]], 16, 1, none, 1, true, [&mut sums], LANES, TILE_VALUES);
+                let left = Left { tiles: [&left[1..]], stride: 16 };
+                tiles.bf16(left, 1, 2, whole, 1, true, sums_of(&mut sums), || ());
             }),
             2 => tiles.shaped(16, 16, |tiles| {
-                tiles.bf16([&left], 16, 1, none, 1, true, [&mut sums[1..]], LANES, TILE_VALUES);
+                tiles.bf16(all, 1, 2, whole, 1, true, sums_of(&mut sums[1..]), || ());
             }),
             3 => tiles.shaped(16, 16, |tiles| {
-                tiles.bf16([&left], 16, 1, |_| [&right[1..], &right[..]], 1, true, [&mut sums], LANES, TILE_VALUES);
+                tiles.bf16(all, 1, 2, |panel, _| &right[panel..], 1, true, sums_of(&mut sums), || ());
             }),
             4 => tiles.shaped(16, 16, |outer| {
                 tiles.shaped(1, 1, |_| ());
-                outer.bf16([&left], 16, 1, none, 1, true, [&mut sums], LANES, TILE_VALUES);
+                outer.bf16(all, 1, 2, whole, 1, true, sums_of(&mut sums), || ());
+            }),
+            5 => tiles.shaped(16, 16, |tiles| {
+                tiles.bf16(all, 1, 3, whole, 1, true, sums_of(&mut sums), || ());
+            }),
+            6 => tiles.shaped(16, 16, |tiles| {
+                tiles.bf16(all, 1, 2, whole, usize::MAX, true, sums_of(&mut sums), || ());
             }),
             _ => tiles.shaped(16, 16, |tiles| {
-                tiles.bf16([&left], usize::MAX, 1, none, 1, true, [&mut sums], LANES, TILE_VALUES);
+                let left = Left { stride: usize::MAX, ..all };
+                tiles.bf16(left, 1, 2, whole, 1, true, sums_of(&mut sums), || ());
             }),
         }
     }
@@ -407,7 +420,7 @@ impl<S: Simd> Work<S> for Refused {
 #[test]
 fn tiles_refuse_what_would_leave_their_slices() {
     let Some(level) = Level::available().into_iter().find(Level::has_tiles) else { return };
-    for case in 0..6 {
+    for case in 0..8 {
         let refused = std::panic::catch_unwind(|| level.dispatch(Refused(case)));
         assert!(refused.is_err(), "case {case}");
     }

@@ -35,6 +35,33 @@ pub type Pairs = [u16; 2 * LANES];
 /// 16 columns' fours of bytes.
 pub type Fours = [u8; 4 * LANES];
 
+/// Tiles of rows of pairs of bf16, `stride` apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Left<'a, const R: usize> {
+    /// Each tile's rows.
+    pub tiles: [&'a [u32]; R],
+    /// Pairs from one row to the next.
+    pub stride: usize,
+}
+
+/// Sums of tiles of rows with panels.
+#[derive(Debug)]
+pub struct Sums<'a, const R: usize> {
+    /// Each tile's rows.
+    pub tiles: [&'a mut [f32]; R],
+    /// From one row to the next.
+    pub stride: usize,
+    /// From one panel's 16 sums of a row to the next panel's.
+    pub panel: usize,
+}
+
+impl<'a, const R: usize> Sums<'a, R> {
+    /// Two panels side by side.
+    pub fn of(sums: &'a mut [TwoTiles<f32>; R]) -> Self {
+        Self { tiles: sums.each_mut().map(TwoTiles::values_mut), stride: LANES, panel: TILE_VALUES }
+    }
+}
+
 /// Proof that the CPU has tile registers and that this process may use them.
 pub trait Tiles: Copy + Send + Sync + 'static {
     /// Tile registers that have a shape.
@@ -53,26 +80,23 @@ pub trait Shaped {
     /// Rows of a tile.
     fn rows(&self) -> usize;
 
-    /// Add the products of `R` tiles of rows with two panels to `sums`, or begin these anew, step after step.
-    ///
-    /// `left`: for each tile its rows of pairs of bf16, `left_stride` apart, of which each step takes as many as a tile has words;
-    /// `right`: for a step rows of 16 pairs for each panel, `right_stride` apart, likewise as many. `sums`: for each tile its rows,
-    /// `sums_stride` apart, the second panel's `panel` behind the first's; the same, if the panels are.
+    /// Add the products of `R` tiles of rows with `panels` panels to `sums`, or begin these anew, step after step and two panels at a
+    /// time. Each step takes as many pairs of each row as a tile has words. `right`: of a panel and a step as many rows of 16 pairs,
+    /// `right_stride` apart. `behind` is called behind each two panels.
     ///
     /// # Panics
     /// If a slice is too short.
-    #[allow(clippy::too_many_arguments)] // A register tile is its arguments; a struct would only rename them.
+    #[allow(clippy::too_many_arguments)] // Three matrices and how they are gone through.
     fn bf16<'a, const R: usize>(
         &self,
-        left: [&[u32]; R],
-        left_stride: usize,
+        left: Left<'_, R>,
         steps: usize,
-        right: impl FnMut(usize) -> [&'a [Pairs]; 2],
+        panels: usize,
+        right: impl FnMut(usize, usize) -> &'a [Pairs],
         right_stride: usize,
         anew: bool,
-        sums: [&mut [f32]; R],
-        sums_stride: usize,
-        panel: usize,
+        sums: Sums<'_, R>,
+        behind: impl FnMut(),
     );
 
     /// Two tiles of whole products: of rows of signed bytes, four in a number, `left_stride` apart, with a panel of such bytes for
@@ -101,15 +125,14 @@ impl Shaped for NoTiles {
     }
     fn bf16<'a, const R: usize>(
         &self,
-        _: [&[u32]; R],
+        _: Left<'_, R>,
         _: usize,
         _: usize,
-        _: impl FnMut(usize) -> [&'a [Pairs]; 2],
+        _: impl FnMut(usize, usize) -> &'a [Pairs],
         _: usize,
         _: bool,
-        _: [&mut [f32]; R],
-        _: usize,
-        _: usize,
+        _: Sums<'_, R>,
+        _: impl FnMut(),
     ) {
         match *self {}
     }
