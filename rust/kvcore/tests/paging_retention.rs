@@ -277,6 +277,29 @@ fn a_window_gives_its_blocks_back_and_a_deeper_rollback_is_an_error() {
     store.assert_reads(&manager, seq, None, 0);
 }
 
+/// The nearest child is in the second tier, and there is no block to bring it back to; before it, what a window does not see is gone.
+#[test]
+fn a_pinned_sibling_is_found_where_the_nearest_child_cannot_come_back() {
+    let groups = vec![GroupConfig { num_blocks: 7, window: Some(2) }];
+    let (mut manager, mut store) = with(ManagerConfig { groups, spill_slots: 20, ..ManagerConfig::new(7, 3) });
+    let prefix = [1, 0, 0, 1, 1, 1, 1];
+    leave(&mut manager, &mut store, &[1, 0, 0, 1, 1, 1, 1, 0], None);
+    // All blocks, so that what was left goes to the second tier.
+    leave(&mut manager, &mut store, &[7; 21], None);
+    let kept = prompt(&mut manager, &mut store, &prefix, None);
+    manager.pin(kept, prefix.len()).unwrap();
+    manager.free(kept).unwrap();
+    for token in 40..46 {
+        prompt(&mut manager, &mut store, &[token], None);
+    }
+    manager.check().unwrap();
+    assert_eq!(manager.stats().free, 0);
+    for more in [&[9][..], &[0, 9], &[1, 9], &[0, 0, 9]] {
+        let found = manager.find_prefix(&[&prefix, more].concat(), Key::default());
+        assert_eq!(found.num_tokens, prefix.len(), "{more:?} {found:?}");
+    }
+}
+
 /// Whatever the order in which children are looked at, which differs from manager to manager.
 #[test]
 fn a_sibling_serves_where_the_nearest_child_lacks_a_windows_block() {

@@ -1,7 +1,7 @@
 //! The tasks of a call.
 //!
 //! ```text
-//! segments (rows that read the same tiles over some chunks)  ->  tiles of up to 32 queries of some KV heads  ->  pieces
+//! segments (rows that read the same tiles over some chunks)  ->  tiles of some queries of some KV heads  ->  pieces
 //!     a tile that is all its rows ever see                       done at once: straight to the output
 //!     any other                                                  its states are kept: one for the piece that its rows
 //!                                                                begin with, else one for each chunk

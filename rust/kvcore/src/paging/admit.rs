@@ -29,6 +29,8 @@ use crate::{Error, Result};
 
 /// Children of one node that are looked at when the nearest will not do.
 const MAX_CHILDREN: usize = 128;
+/// Of these, on all of a prompt's way, those behind which it is counted anew.
+const MAX_TRIES: usize = 16;
 
 /// What a prompt would find.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -260,19 +262,29 @@ impl Blocks {
         if self.is_plain() {
             return found;
         }
-        // Where it ends another child may have what a window or the first tier lacks of those that have more tokens.
         let depth = found / block_size;
-        let parent = depth.checked_sub(1).map_or(root.slot, |last| trail.path[last]);
-        let rest = chunk(before_last, depth, block_size);
-        let most = self.index.best_match(parent, rest, |_| true).map_or(0, |(_, common)| common);
-        if found == depth * block_size + most {
+        let parent = |depth: usize, trail: &Trail| depth.checked_sub(1).map_or(root.slot, |last| trail.path[last]);
+        let rest = |depth: usize| chunk(before_last, depth, block_size);
+        let most = self.index.best_match(parent(depth, trail), rest(depth), |_| true).map_or(0, |(_, common)| common);
+        if depth == whole && found == depth * block_size + most {
             return found;
         }
+        // Where it ends, or further on, another child may have what a window or the first tier lacks of those that have more tokens.
         let is_here = |node| places(node).all(|place| matches!(place, Place::Block(_)));
-        let other = self.index.best_match_among(parent, rest, MAX_CHILDREN, is_here);
-        let more = other.map_or(0, |_| self.reachable_with(other, depth, block_size, trail));
-        if more > found {
-            return more;
+        let mut tries = MAX_TRIES;
+        for depth in (depth..=whole).rev() {
+            let other = self.index.best_match_among(parent(depth, trail), rest(depth), MAX_CHILDREN, is_here);
+            if other.is_none_or(|(_, common)| depth * block_size + common <= found) {
+                continue;
+            }
+            let more = self.reachable_with(other, depth, block_size, trail);
+            tries -= 1;
+            if more > found {
+                return more;
+            }
+            if tries == 0 {
+                break;
+            }
         }
         self.reachable_with(best.filter(|_| depth == whole), depth, block_size, trail)
     }
