@@ -277,7 +277,8 @@ fn a_window_gives_its_blocks_back_and_a_deeper_rollback_is_an_error() {
     store.assert_reads(&manager, seq, None, 0);
 }
 
-/// The nearest child is in the second tier, and there is no block to bring it back to; before it, what a window does not see is gone.
+/// The nearest child and all before it are in the second tier, and there is no block to bring them back to; the pinned one, beside
+/// it, needs nothing but its own, as a window sees no more.
 #[test]
 fn a_pinned_sibling_is_found_where_the_nearest_child_cannot_come_back() {
     let groups = vec![GroupConfig { num_blocks: 7, window: Some(2) }];

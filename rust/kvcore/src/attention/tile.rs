@@ -414,7 +414,7 @@ impl QueryTile<'_> {
                         let steps = |r: &RegisterTile| F::score_steps::<S>(r.m, seen(r).len(), steps * F::STEP);
                         ahead.over(registers.iter().map(steps).sum());
                     }
-                    for r in registers {
+                    for r in registers.iter().filter(|r| !seen(r).is_empty()) {
                         let queries = &queries[r.first * steps..(r.first + r.m + F::SLACK) * steps];
                         let scores = &mut scores[r.first - start..][..r.m];
                         F::scores(s, shape, chunk.head(r.head), seen(r), queries, scores, ahead.as_mut());

@@ -134,6 +134,7 @@ impl Multiply for TiledBf16 {
                 let v = if tiles_of(seen).contains(&t) { chunk.v(t) } else { &[] };
                 s.run(Join { v, out: &mut *out, first: half * TILE / 2 });
             }
+            // What is stale may be no number, which would send each query its own way.
             hide(out, step * STEP, seen);
         }
     }

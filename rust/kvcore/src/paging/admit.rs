@@ -5,6 +5,7 @@
 //!        (at most all tokens but the last)
 //! n    = the most tokens of it for which every group has what a query at n sees: all blocks, or those of its window,
 //!        in a block or in the second tier, with blocks to be had for the latter
+//!        more, if a child in blocks beside the path has them, from its end back to n
 //! take references; the last block, if only its beginning matches, is borrowed; fetch what was spilled
 //! one of these cannot be read: it is forgotten, the references are given back, and all begins anew
 //! ```
@@ -265,9 +266,11 @@ impl Blocks {
         let depth = found / block_size;
         let parent = |depth: usize, trail: &Trail| depth.checked_sub(1).map_or(root.slot, |last| trail.path[last]);
         let rest = |depth: usize| chunk(before_last, depth, block_size);
-        let most = self.index.best_match(parent(depth, trail), rest(depth), |_| true).map_or(0, |(_, common)| common);
-        if depth == whole && found == depth * block_size + most {
-            return found;
+        if depth == whole {
+            let most = self.index.best_match(at.slot, rest(depth), |_| true).map_or(0, |(_, common)| common);
+            if found == depth * block_size + most {
+                return found;
+            }
         }
         // Where it ends, or further on, another child may have what a window or the first tier lacks of those that have more tokens.
         let is_here = |node| places(node).all(|place| matches!(place, Place::Block(_)));
